@@ -2,10 +2,10 @@
 
     python benchmarks/all.py [--quick] [--only NAME ...] [--out docs/benchmarks.md]
 
-Every script runs in a separate process and alternates with its peers. Times are medians. The ratio is the peer's time
-over ours, round by round, with quartiles; rows below 1 are marked. A JSON file of the same name holds the numbers. With
-`--only`, those of other scripts are kept if machine, versions and sizes are the same. `--quick` takes fewer rounds, and
-smaller sizes if a round is long.
+Every script runs in a separate process and alternates with its peers. Times are medians. The ratio
+is the peer's time over ours, round by round, with quartiles; rows below 1 are marked. A JSON file
+of the same name holds the numbers. With `--only`, those of other scripts are kept if machine,
+versions and sizes are the same. `--quick` takes fewer rounds, and smaller sizes if a round is long.
 """
 
 import argparse
@@ -26,24 +26,45 @@ RUNS = {
     "training": (["--seeds", "1", "4", "8"], ["--seeds", "1", "4", "--samples", "10000"]),
     "collapse": (["--only", "steps", "knn", "--steps", "1000"],) * 2,
     "spectral": ([], ["--samples", "20480", "--epochs", "2"]),
-    "encoders": (["--losses", "vamp", "--repeats", "3"], ["--losses", "vamp", "--repeats", "3", "--only", "epochs"]),
+    "encoders": (
+        ["--losses", "vamp", "--repeats", "3"],
+        ["--losses", "vamp", "--repeats", "3", "--only", "epochs"],
+    ),
     "operators": ([], ["--only", "linear", "--repeats", "3"]),
     "nystroem": (None, ["--only", "nystroem", "--repeats", "2"]),
     "robustness": ([], ["--samples", "2000", "--repeats", "2"]),
-    "similarity": ([], ["--members", "16", "--layers", "1", "--stream", "100000", "--repeats", "3"]),
+    "similarity": (
+        [],
+        ["--members", "16", "--layers", "1", "--stream", "100000", "--repeats", "3"],
+    ),
     "manifold": ([], ["--repeats", "3"]),
     "probes": ([], ["--peer-folds", "1", "--samples", "5000", "--features", "512"]),
 }
 """The arguments of every script, and those of a quick run; None where another entry holds it."""
 SCRIPTS = {"nystroem": "operators"}
-PACKAGES = ("jax", "jaxlib", "equinox", "optax", "numpy", "scipy", "torch", "scikit-learn", "kooplearn", "rsatoolbox")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "equinox",
+    "optax",
+    "numpy",
+    "scipy",
+    "torch",
+    "scikit-learn",
+    "kooplearn",
+    "rsatoolbox",
+)
 
 
 def machine():
     """Return the machine of the run: processor, cores, versions, day."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
-        named = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        named = [
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
         cpu = named[0].partition(":")[2].strip() if named else cpu
     versions = {}
     for name in PACKAGES:
@@ -52,7 +73,13 @@ def machine():
         except metadata.PackageNotFoundError:
             versions[name] = "absent"
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"cpu": cpu, "cores": os.cpu_count(), "load": os.getloadavg()[0], "day": day, "versions": versions}
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "day": day,
+        "versions": versions,
+    }
 
 
 def run(name, arguments):
@@ -61,7 +88,9 @@ def run(name, arguments):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
         print(f"== {script.name} {' '.join(arguments)}", flush=True)
-        child = subprocess.run([sys.executable, script, *arguments], env={**os.environ, ROWS: str(path)}, check=False)
+        child = subprocess.run(
+            [sys.executable, script, *arguments], env={**os.environ, ROWS: str(path)}, check=False
+        )
         lines = path.read_text().splitlines() if path.exists() else []
     return [{"script": script.name, **json.loads(line)} for line in lines], child.returncode
 
@@ -76,7 +105,10 @@ def seconds(value):
 
 def table(rows):
     """Return rows of Markdown, one per peer."""
-    lines = ["| work | ours | first call | peer | peer's time | ratio (quartiles) | note |", f"|{' --- |' * 7}"]
+    lines = [
+        "| work | ours | first call | peer | peer's time | ratio (quartiles) | note |",
+        f"|{' --- |' * 7}",
+    ]
     for row in rows:
         first = "" if row["first"] is None else seconds(row["first"])
         for peer, found in row["peers"].items():
@@ -84,7 +116,9 @@ def table(rows):
             note = "; ".join(filter(None, (row["note"], row.get("machine"))))
             mark = f"**below 1**{': ' if note else ''}{note}" if middle < 1 else note
             cells = row["work"], seconds(row["ours"]), first, peer, seconds(found["seconds"])
-            lines.append(f"| {' | '.join(cells)} | {middle:.2f} ({low:.2f} to {high:.2f}) | {mark} |")
+            lines.append(
+                f"| {' | '.join(cells)} | {middle:.2f} ({low:.2f} to {high:.2f}) | {mark} |"
+            )
     return "\n".join(lines)
 
 
@@ -107,7 +141,9 @@ of threads that suits it. For several seeds a second row has PyTorch in one proc
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller sizes")
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "benchmarks.md")
@@ -119,7 +155,11 @@ def main():
     same = all(kept["machine"].get(name) == about[name] for name in ("cpu", "cores", "versions"))
     if kept.get("quick", False) == options.quick and (same or options.only != list(RUNS)):
         rows = [row for row in kept["rows"] if row["script"] not in scripts]
-    elsewhere = {} if same or not rows else {"machine": f"on {about['cpu']}, {about['cores']} cores, {about['day']}"}
+    elsewhere = (
+        {}
+        if same or not rows
+        else {"machine": f"on {about['cpu']}, {about['cores']} cores, {about['day']}"}
+    )
     for name in options.only:
         arguments = RUNS[name][options.quick]
         if arguments is None:
@@ -132,7 +172,9 @@ def main():
     about = kept["machine"] if elsewhere else about
     command = f"python benchmarks/all.py{' --quick' if options.quick else ''}"
     options.out.write_text(page(about, rows, command))
-    numbers.write_text(json.dumps({"machine": about, "quick": options.quick, "rows": rows}, indent=1) + "\n")
+    numbers.write_text(
+        json.dumps({"machine": about, "quick": options.quick, "rows": rows}, indent=1) + "\n"
+    )
     print(f"wrote {options.out} and {numbers}")
     if failed:
         print(f"failed: {', '.join(failed)}; their rows are missing or incomplete")

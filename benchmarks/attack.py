@@ -19,8 +19,8 @@ def projected_attack(
 ) -> tuple[Array, Array]:
     """Return the step of the lowest margin within a Euclidean distance of `x`, and this margin.
 
-    Every restart begins at a random point of the ball, and takes steps of length 2.5 radius / num_steps against the
-    gradient of the label's margin, projected onto the ball.
+    Every restart begins at a random point of the ball, and takes steps of length 2.5 radius /
+    num_steps against the gradient of the label's margin, projected onto the ball.
 
     Args:
         model: Function of one input to logits.
@@ -32,10 +32,12 @@ def projected_attack(
         num_steps: Number of steps from each starting point.
 
     Returns:
-        Array to add to `x`, and the label's logit minus the largest other one at the sum, negative after a success.
+        Array to add to `x`, and the label's logit minus the largest other one at the sum, negative
+        after a success.
 
     References:
-        Madry et al. (2018), Towards deep learning models resistant to adversarial attacks, section 2.1.
+        Madry et al. (2018), Towards deep learning models resistant to adversarial attacks, section
+        2.1.
     """
     tiny = jnp.finfo(x.dtype).tiny
 
@@ -49,10 +51,14 @@ def projected_attack(
         away = jax.random.normal(direction, x.shape, x.dtype)
         away = radius * away / jnp.linalg.norm(away) * jax.random.uniform(length, (), x.dtype)
 
-        def move(state: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], None]:
+        def move(
+            state: tuple[Array, Array, Array], _: None
+        ) -> tuple[tuple[Array, Array, Array], None]:
             step, best, lowest = state
             slope = jax.grad(margin)(step)
-            step = step - 2.5 * radius / num_steps * slope / jnp.maximum(jnp.linalg.norm(slope), tiny)
+            step = step - 2.5 * radius / num_steps * slope / jnp.maximum(
+                jnp.linalg.norm(slope), tiny
+            )
             step = step * jnp.minimum(1.0, radius / jnp.maximum(jnp.linalg.norm(step), tiny))
             value = margin(step)
             lower = value < lowest

@@ -1,8 +1,9 @@
 """Compare peak memory and time of `bmap`, `equinox.filter_vmap` and `jax.lax.map`.
 
-All map a perceptron on noisy images over noise scales. Every variant runs in a separate process, because the peak
-memory of a process does not fall. Columns: seconds to compile, median milliseconds of the repeats, rise of the peak
-memory while compiling (from the start, with data) and then while running, and the compiler's memory of the program.
+All map a perceptron on noisy images over noise scales. Every variant runs in a separate process,
+because the peak memory of a process does not fall. Columns: seconds to compile, median milliseconds
+of the repeats, rise of the peak memory while compiling (from the start, with data) and then while
+running, and the compiler's memory of the program.
 
     python benchmarks/bmap.py [--images 2000] [--width 512] [--scales 40] [--batch 4] [--repeats 5]
 """
@@ -40,12 +41,16 @@ def mapped(variant, batch):
     if variant.startswith("bmap"):
         return bmap(error, in_axes=axes, batch_size=size)
     batched = None if size == 1 else size
-    return lambda m, scales, x, n: jax.lax.map(lambda s: error(m, s, x, n), scales, batch_size=batched)
+    return lambda m, scales, x, n: jax.lax.map(
+        lambda s: error(m, s, x, n), scales, batch_size=batched
+    )
 
 
 def peak():
     """Return the peak memory of this process in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def chosen_batch(arguments, budget):
@@ -98,16 +103,24 @@ def measure(variant, options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sizes = {"images": 2000, "width": 512, "scales": 40, "batch": 4, "repeats": 5, "budget": 128}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--variant", choices=VARIANTS, help="run only this one, in this process, and print JSON")
+    parser.add_argument(
+        "--variant", choices=VARIANTS, help="run only this one, in this process, and print JSON"
+    )
     options = parser.parse_args()
     if options.variant:
         print(json.dumps(measure(options.variant, options)))
         return
-    print(f"{options.scales} scales, {options.images} images, 784-{options.width}-{options.width}-10, ", end="")
+    print(
+        f"{options.scales} scales, {options.images} images, "
+        f"784-{options.width}-{options.width}-10, ",
+        end="",
+    )
     print(f"batches of {options.batch}, {jax.default_backend()}, jax {jax.__version__}")
     titles = ("compile s", "run ms", "compile MiB", "run MiB", "compiler MiB", "check")
     print(f"{'variant':<12}", *(f"{title:>12}" for title in titles))

@@ -1,13 +1,15 @@
 """Compare grokking sweeps with PyTorch: optimiser steps, a whole run with observations, and information.
 
-    python benchmarks/collapse.py [--steps 4000] [--members 1 30] [--repeats 3] [--only steps whole knn]
+    python benchmarks/collapse.py [--steps 4000] [--members 1 30] [--repeats 3] [--only steps whole
+    knn]
 
-steps: 1 and 30 members (784-200-200-10, batches of 100) against a lean PyTorch loop (batches cut from a tensor), one
-member after another, with PyTorch's default and fused AdamW, each at its best number of threads.
-whole: a step, a cheap observation and one of nHSIC, against the published style of loop (a data loader, measures in
-Python); the total of 100 000 steps with their observations; and the share of our measures in it.
-knn: information of 10 000 points in 4 + 4 dimensions against scikit-learn's KD-tree (one thread), without and with the
-halves and parts that give our error. First calls, which compile, are apart.
+steps: 1 and 30 members (784-200-200-10, batches of 100) against a lean PyTorch loop (batches cut
+from a tensor), one member after another, with PyTorch's default and fused AdamW, each at its best
+number of threads. whole: a step, a cheap observation and one of nHSIC, against the published style
+of loop (a data loader, measures in Python); the total of 100 000 steps with their observations; and
+the share of our measures in it. knn: information of 10 000 points in 4 + 4 dimensions against
+scikit-learn's KD-tree (one thread), without and with the halves and parts that give our error.
+First calls, which compile, are apart.
 """
 
 import argparse
@@ -33,7 +35,9 @@ from dissociation.recipes import CheapMeasures, initial_models, observation_step
 from dissociation.training import Epochs, Save, fit, make_step
 
 SEEN, BATCH = 1000, 100
-FLOPS = 2 * 3 * BATCH * (784 * 200 + 200 * 200 + 200 * 10) - 2 * BATCH * 784 * 200  # no gradient on inputs
+FLOPS = (
+    2 * 3 * BATCH * (784 * 200 + 200 * 200 + 200 * 10) - 2 * BATCH * 784 * 200
+)  # no gradient on inputs
 
 
 def adamw(settings):
@@ -41,7 +45,12 @@ def adamw(settings):
 
 
 def torch_network(fused=False):
-    layers = [torch.nn.Linear(784, 200), torch.nn.ReLU(), torch.nn.Linear(200, 200), torch.nn.ReLU()]
+    layers = [
+        torch.nn.Linear(784, 200),
+        torch.nn.ReLU(),
+        torch.nn.Linear(200, 200),
+        torch.nn.ReLU(),
+    ]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(200, 10))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -154,11 +163,18 @@ def measure_steps(options, data):
         torch_lean(tx, ty, 1, 100, *way)
         ways[way] = timed(partial(torch_lean, tx, ty, 1, 300, *way))
     best = {
-        fused: min((seconds, n) for (n, own), seconds in ways.items() if own == fused)[1] for fused in (False, True)
+        fused: min((seconds, n) for (n, own), seconds in ways.items() if own == fused)[1]
+        for fused in (False, True)
     }
-    print(f"PyTorch {torch.__version__}: fastest with {best[False]} threads (AdamW as it comes), {best[True]} (fused)")
+    print(
+        f"PyTorch {torch.__version__}: fastest with {best[False]} threads (AdamW as it comes), "
+        f"{best[True]} (fused)"
+    )
     for members in options.members:
-        steps, peers = options.steps if members == 1 else max(options.steps // 4, 100), min(members, 4)
+        steps, peers = (
+            options.steps if members == 1 else max(options.steps // 4, 100),
+            min(members, 4),
+        )
         models = initial_models(jax.random.split(jax.random.PRNGKey(0), members))
         ours = partial(our_steps, x, y, models, steps)
         first = timed(ours)
@@ -173,18 +189,27 @@ def measure_steps(options, data):
         found = {names[fused]: np.divide(1, rates) for fused, rates in other.items()}
         if members > 1:
             parts = [(part, steps) for part in shares(2 * peers)]
-            alone = [one_process_per_core(torch_warm, torch_alone, parts) for _ in range(options.repeats)]
-            found["PyTorch, fused AdamW, one process per core"] = np.divide(alone, 2 * peers * steps)
-        work = f"grokking, 784-200-200-10, AdamW, batches of {BATCH}: time per step and member, {members} member(s)"
+            alone = [
+                one_process_per_core(torch_warm, torch_alone, parts) for _ in range(options.repeats)
+            ]
+            found["PyTorch, fused AdamW, one process per core"] = np.divide(
+                alone, 2 * peers * steps
+            )
+        work = (
+            f"grokking, 784-200-200-10, AdamW, batches of {BATCH}: time per step and member, "
+            f"{members} member(s)"
+        )
         add_row(work, np.divide(1, mine), found, first=first)
         share = np.median(np.multiply(mine, FLOPS / 1e9) / peaks)
         shown = ", ".join(
-            f"{'fused' if fused else 'as it comes'} {np.median(own):.0f}: {np.median(np.divide(mine, own)):.2f} times"
+            f"{'fused' if fused else 'as it comes'} {np.median(own):.0f}: "
+            f"{np.median(np.divide(mine, own)):.2f} times"
             for fused, own in other.items()
         )
         print(
             f"steps: {members} members: ours {np.median(mine):.0f} member steps a second "
-            f"({np.median(mine) * FLOPS / 1e9:.0f} GFLOP/s, {100 * share:.0f} % of {np.median(peaks):.0f}; first call "
+            f"({np.median(mine) * FLOPS / 1e9:.0f} GFLOP/s, {100 * share:.0f} % of "
+            f"{np.median(peaks):.0f}; first call "
             f"of {steps} steps {first:.1f} s), PyTorch {shown} as fast",
             flush=True,
         )
@@ -194,7 +219,12 @@ def peak(repeats=5):
     a = jnp.ones((2000, 2000), jnp.float32)
     run = jax.jit(lambda m: m @ m)
     jax.block_until_ready(run(a))
-    return 2 * 2000**3 / min(timed(lambda: jax.block_until_ready(run(a))) for _ in range(repeats)) / 1e9
+    return (
+        2
+        * 2000**3
+        / min(timed(lambda: jax.block_until_ready(run(a))) for _ in range(repeats))
+        / 1e9
+    )
 
 
 def measure_whole(options, data):
@@ -213,26 +243,50 @@ def measure_whole(options, data):
     torch.set_num_threads(options.threads)
     number = options.steps // 4
     runs = {
-        "step": (partial(our_steps, x, y, models, 2 * number), partial(torch_loader_steps, sets[0], number)),
-        "cheap": (partial(jax.jit(lambda m, f: f(m)), model, cheap), partial(torch_cheap, network, *sets)),
+        "step": (
+            partial(our_steps, x, y, models, 2 * number),
+            partial(torch_loader_steps, sets[0], number),
+        ),
+        "cheap": (
+            partial(jax.jit(lambda m, f: f(m)), model, cheap),
+            partial(torch_cheap, network, *sets),
+        ),
         "nHSIC": (partial(with_key, model, plane), partial(torch_plane, network, sets[1])),
         "expensive": (partial(with_key, model, expensive), lambda: None),
     }
     costs = {}
     for name, (ours, theirs) in runs.items():
         jax.block_until_ready(ours())
-        pairs = [(timed(lambda f=ours: jax.block_until_ready(f())), timed(theirs)) for _ in range(options.repeats)]
+        pairs = [
+            (timed(lambda f=ours: jax.block_until_ready(f())), timed(theirs))
+            for _ in range(options.repeats)
+        ]
         mine, other = np.median(pairs, axis=0)
         if name == "step":  # twice as many less as many: without what a call costs
-            mine = mine - np.median([timed(partial(our_steps, x, y, models, number)) for _ in range(options.repeats)])
+            mine = mine - np.median(
+                [timed(partial(our_steps, x, y, models, number)) for _ in range(options.repeats)]
+            )
             mine, other = mine / number, other / number
         costs[name] = mine, other
-        print(f"whole: {name}: ours {1e3 * mine:.2f} ms, published style {1e3 * other:.2f} ms", flush=True)
-    steps, times, often = 100_000, len(observation_steps(100_000)), len(Config().information_steps())
+        print(
+            f"whole: {name}: ours {1e3 * mine:.2f} ms, published style {1e3 * other:.2f} ms",
+            flush=True,
+        )
+    steps, times, often = (
+        100_000,
+        len(observation_steps(100_000)),
+        len(Config().information_steps()),
+    )
     for title, asked in (("without nHSIC", 0), ("with nHSIC", often)):
-        mine, other = (steps * costs["step"][i] + times * costs["cheap"][i] + asked * costs["nHSIC"][i] for i in (0, 1))
+        mine, other = (
+            steps * costs["step"][i] + times * costs["cheap"][i] + asked * costs["nHSIC"][i]
+            for i in (0, 1)
+        )
         ratio = f"{other / mine:.1f} times as fast"
-        print(f"whole: 100 000 steps, {times} observations, {title}: {mine:.0f} and {other:.0f} s: {ratio}")
+        print(
+            f"whole: 100 000 steps, {times} observations, {title}: {mine:.0f} and {other:.0f} s: "
+            f"{ratio}"
+        )
     training = steps * costs["step"][0]
     print(
         f"whole: share of the training ({training:.0f} s a member): cheap measures "
@@ -252,7 +306,12 @@ def measure_knn(options):
     def entropy(points):
         number, width = points.shape
         radii = KDTree(points).query(points, k=6)[0][:, 1:]
-        logs = width * np.log(radii) + 0.5 * width * np.log(np.pi) - gammaln(width / 2 + 1) + np.log(number - 1)
+        logs = (
+            width * np.log(radii)
+            + 0.5 * width * np.log(np.pi)
+            - gammaln(width / 2 + 1)
+            + np.log(number - 1)
+        )
         return np.mean((logs - digamma(np.arange(1, 6))) @ entropy_weights(5, width))
 
     def peer(*strides):
@@ -260,24 +319,35 @@ def measure_knn(options):
         return [entropy(a) + entropy(b) - entropy(np.hstack([a, b])) for a, b in parts]
 
     alone = "scikit-learn's KD-tree, one thread, only the estimate"
-    peers = {alone: partial(peer, 1), "the same, also for halves and 16 blocks, as ours": partial(peer, 1, 2, 16)}
+    peers = {
+        alone: partial(peer, 1),
+        "the same, also for halves and 16 blocks, as ours": partial(peer, 1, 2, 16),
+    }
     theirs = in_turn({"ours": lambda: jax.block_until_ready(run(x, z)), **peers}, options.repeats)
     mine, note = theirs.pop("ours"), "ours also computes a standard error and compares halves"
     work = "nearest-neighbour information of 10 000 points in 4 + 4 dimensions"
     add_row(work, mine, theirs, first=first, note=note)
-    ratios = ", ".join(f"{np.median(np.divide(own, mine)):.1f} times as fast as {who}" for who, own in theirs.items())
+    ratios = ", ".join(
+        f"{np.median(np.divide(own, mine)):.1f} times as fast as {who}"
+        for who, own in theirs.items()
+    )
     print(
-        f"knn: 10 000 points in 4 + 4 dimensions: ours {np.median(mine):.2f} s (first {first:.1f} s), {ratios}; "
+        f"knn: 10 000 points in 4 + 4 dimensions: ours {np.median(mine):.2f} s (first "
+        f"{first:.1f} s), {ratios}; "
         f"values {float(run(x, z)):.4f} and {peer(1)[0]:.4f}"
     )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--members", type=int, nargs="+", default=[1, 30])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2, help="of PyTorch in `whole`; XLA takes all cores")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="of PyTorch in `whole`; XLA takes all cores"
+    )
     parser.add_argument("--only", nargs="+", choices=["steps", "whole", "knn"])
     options = parser.parse_args()
     wanted = options.only or ["steps", "whole", "knn"]

@@ -2,9 +2,9 @@
 
     python benchmarks/coverage.py [--num-draws 200] [--only MEASURE ...]
 
-x and y share four causes. The truth of a measure that converges is its estimate from 4000 samples, the mean of five
-draws; of others (neighbours, sums over samples) it is the mean of their values over the draws of this size, about which
-their intervals lie.
+x and y share four causes. The truth of a measure that converges is its estimate from 4000 samples,
+the mean of five draws; of others (neighbours, sums over samples) it is the mean of their values
+over the draws of this size, about which their intervals lie.
 """
 
 import argparse
@@ -37,11 +37,16 @@ def draw_twice(seed, number, width):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--num-draws", type=int, default=200)
     parser.add_argument("--only", nargs="*", default=[])
     options = parser.parse_args()
-    print(f"coverage of nominal 90 % by {options.num_draws} draws; fraction of draws with a warning of bias")
+    print(
+        f"coverage of nominal 90 % by {options.num_draws} draws; fraction of draws with a "
+        "warning of bias"
+    )
     for name, measure in similarity.MEASURES.items():
         if name in SKIPPED or (options.only and name not in options.only):
             continue
@@ -60,7 +65,10 @@ def main():
             if measure.population:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    large = [similarity.compare(*sample(10**4 + k, 4000, width), **settings) for k in range(5)]
+                    large = [
+                        similarity.compare(*sample(10**4 + k, 4000, width), **settings)
+                        for k in range(5)
+                    ]
                 truth = np.mean([float(one.estimate) for one in large])
             held = np.mean((low <= truth) & (truth <= high))
             numbers = f"truth {truth:7.3f}  held {held:.2f}  warned {warned / len(rows):.2f}"

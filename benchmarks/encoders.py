@@ -1,15 +1,16 @@
 """Compare encoders of a sequence with the same network in a plain PyTorch CPU loop, one seed after another.
 
-    python benchmarks/encoders.py [--seeds 1 4] [--repeats 5] [--threads 2] [--losses vamp contrastive] [--only result]
+    python benchmarks/encoders.py [--seeds 1 4] [--repeats 5] [--threads 2] [--losses vamp
+    contrastive] [--only result]
 
-epochs: one epoch of S seeds. result: time and correct forecasts of a short recipe, ours and PyTorch's, and of the
-published one in PyTorch, by the contrastive loss. (By VAMP's, PyTorch's network with its default initial weights learns
-nothing in 50 epochs of the published recipe.)
+epochs: one epoch of S seeds. result: time and correct forecasts of a short recipe, ours and
+PyTorch's, and of the published one in PyTorch, by the contrastive loss. (By VAMP's, PyTorch's
+network with its default initial weights learns nothing in 50 epochs of the published recipe.)
 
-Both train the network of the ordered digits (two 5 x 5 convolutions with ReLU and max-pool, a linear layer, features of
-fixed norm, a linear layer for the next image) with AdamW on batches of 64 pairs of 3000 drawn images, from data in
-memory; x and y pass the network together. PyTorch's losses are kooplearn's. The first call of each size, which
-compiles, is apart.
+Both train the network of the ordered digits (two 5 x 5 convolutions with ReLU and max-pool, a
+linear layer, features of fixed norm, a linear layer for the next image) with AdamW on batches of 64
+pairs of 3000 drawn images, from data in memory; x and y pass the network together. PyTorch's losses
+are kooplearn's. The first call of each size, which compiles, is apart.
 """
 
 import argparse
@@ -85,7 +86,11 @@ def torch_train(images, loss, num_seeds, num_epochs=1, rate=2e-3, cycle=False):
 
 
 def torch_alone(samples, name, num_seeds):
-    torch_train(np.random.default_rng(0).random((samples, 28, 28), np.float32), TORCH_LOSSES[name], num_seeds)
+    torch_train(
+        np.random.default_rng(0).random((samples, 28, 28), np.float32),
+        TORCH_LOSSES[name],
+        num_seeds,
+    )
 
 
 def torch_warm():
@@ -95,7 +100,10 @@ def torch_warm():
 def measure_epochs(options):
     """Return the seconds of an epoch."""
     images = ordered_mnist(FEATURES, data="glyphs").images[:SAMPLES]
-    print(f"{SAMPLES} images, batches of {BATCH}, PyTorch on {options.threads} threads, {jax.devices()}")
+    print(
+        f"{SAMPLES} images, batches of {BATCH}, PyTorch on {options.threads} threads, "
+        f"{jax.devices()}"
+    )
     print(f"{os.cpu_count()} cores, load {os.getloadavg()}")
     print("loss         seeds  ours s  (first call)  torch s  torch/ours")
     for name in options.losses:
@@ -114,13 +122,21 @@ def measure_epochs(options):
                 both = in_turn({"ours": epoch, "theirs": peer}, 1)
                 ours += both["ours"]
                 theirs += both["theirs"]
-                processes += [one_process_per_core(torch_warm, torch_alone, parts)] if num_seeds > 1 else []
-            peers = {"PyTorch": theirs} | ({"PyTorch, one process per core": processes} if processes else {})
-            work = f"convolutional encoders, {name} loss: one epoch of {SAMPLES} images, {num_seeds} seed(s)"
+                processes += (
+                    [one_process_per_core(torch_warm, torch_alone, parts)] if num_seeds > 1 else []
+                )
+            peers = {"PyTorch": theirs} | (
+                {"PyTorch, one process per core": processes} if processes else {}
+            )
+            work = (
+                f"convolutional encoders, {name} loss: one epoch of {SAMPLES} images, "
+                f"{num_seeds} seed(s)"
+            )
             note = "XLA's CPU convolutions (Eigen's) run at about half the rate of oneDNN's"
             add_row(work, ours, peers, first=first, note=note)
             print(
-                f"{name:12s} {num_seeds:5d} {np.median(ours):7.2f} {first:13.2f} {np.median(theirs):8.2f}"
+                f"{name:12s} {num_seeds:5d} {np.median(ours):7.2f} {first:13.2f} "
+                f"{np.median(theirs):8.2f}"
                 f" {np.median(np.divide(theirs, ours)):11.2f}",
                 flush=True,
             )
@@ -132,9 +148,15 @@ def measure_result(rounds):
     sequence = ordered_mnist(FEATURES, data=source)
     train, _, test, _ = np.split(sequence.images, (SAMPLES, SAMPLES + 1000, SAMPLES + 2000))
     labels = np.split(sequence.labels, (SAMPLES, SAMPLES + 1000, SAMPLES + 2000))
-    options = {"num_seeds": SEEDS, "num_epochs": 20, "optimizer": optax.adamw(8e-4, weight_decay=0.01)}
+    options = {
+        "num_seeds": SEEDS,
+        "num_epochs": 20,
+        "optimizer": optax.adamw(8e-4, weight_decay=0.01),
+    }
     classifier, examples = lambda key: Encoder(FEATURES, key=key), (train, labels[0])
-    oracles = train_encoders(classifier, "classes", examples, key=jax.random.key(1), **options).models
+    oracles = train_encoders(
+        classifier, "classes", examples, key=jax.random.key(1), **options
+    ).models
 
     @eqx.filter_jit
     def right(oracle, now, ahead):
@@ -156,24 +178,38 @@ def measure_result(rounds):
     kept = {}
 
     def ours():
-        options = {"num_seeds": SEEDS, "num_epochs": EPOCHS, "optimizer": optax.adamw(schedule, weight_decay=0.01)}
-        result = train_encoders(feature_map, KIND, lagged_pairs([train]), key=jax.random.key(0), **options)
+        options = {
+            "num_seeds": SEEDS,
+            "num_epochs": EPOCHS,
+            "optimizer": optax.adamw(schedule, weight_decay=0.01),
+        }
+        result = train_encoders(
+            feature_map, KIND, lagged_pairs([train]), key=jax.random.key(0), **options
+        )
         kept["ours"] = jax.block_until_ready(result.models)
 
     def theirs(name, *recipe):
         kept[name] = torch_train(train, loss, SEEDS, *recipe)
 
     published, same = "PyTorch, published recipe", "PyTorch, our recipe"
-    peers = {published: partial(theirs, published, 50), same: partial(theirs, same, EPOCHS, RATE, True)}
+    peers = {
+        published: partial(theirs, published, 50),
+        same: partial(theirs, same, EPOCHS, RATE, True),
+    }
     first = timed(ours)
     seconds = in_turn({"ours": ours, **peers}, rounds)
     shown = {}
     for name, models in kept.items():
         features = (of_ours if name == "ours" else of_theirs)(models)
-        found = [100 * float(right(member(oracles, seed), *parts)) for seed, parts in enumerate(features)]
+        found = [
+            100 * float(right(member(oracles, seed), *parts)) for seed, parts in enumerate(features)
+        ]
         shown[name] = f"{np.mean(found):.1f} %, {min(found):.1f} to {max(found):.1f}"
     mine = seconds.pop("ours")
-    work = f"training {SEEDS} {KIND} encoders of ordered digits ({source}); % of right forecasts {AHEAD} steps ahead"
+    work = (
+        f"training {SEEDS} {KIND} encoders of ordered digits ({source}); % of right forecasts "
+        f"{AHEAD} steps ahead"
+    )
     recipe = f"one cycle of rates up to {RATE:g} in {EPOCHS} epochs, instead of 50 epochs at 0.002"
     add_row(
         work,
@@ -182,21 +218,33 @@ def measure_result(rounds):
         first=first,
         note=f"ours: {shown['ours']}; {recipe}",
     )
-    print(f"{work}: ours {np.median(mine):.1f} s (first {first:.1f} s), {shown['ours']} right; {recipe}")
+    print(
+        f"{work}: ours {np.median(mine):.1f} s (first {first:.1f} s), {shown['ours']} right; "
+        f"{recipe}"
+    )
     for name, own in seconds.items():
         print(
-            f"  {name}: {np.median(own):.1f} s, {shown[name]} right, {np.median(np.divide(own, mine)):.2f} times ours"
+            f"  {name}: {np.median(own):.1f} s, {shown[name]} right, "
+            f"{np.median(np.divide(own, mine)):.2f} times ours"
         )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch; XLA takes all cores")
-    parser.add_argument("--losses", nargs="+", choices=list(TORCH_LOSSES), default=list(TORCH_LOSSES))
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads of PyTorch; XLA takes all cores"
+    )
+    parser.add_argument(
+        "--losses", nargs="+", choices=list(TORCH_LOSSES), default=list(TORCH_LOSSES)
+    )
     parser.add_argument("--rounds", type=int, default=1, help="of the time to the result")
-    parser.add_argument("--only", nargs="+", choices=["epochs", "result"], default=["epochs", "result"])
+    parser.add_argument(
+        "--only", nargs="+", choices=["epochs", "result"], default=["epochs", "result"]
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     use_all_cores()

@@ -2,10 +2,11 @@
 
     python benchmarks/engine.py [--steps 400] [--repeats 9] [--width 1024]
 
-A 784-width-width-10 ReLU network without biases learns by SGD in batches of 128, on random images in memory (values do
-not change the time), with losses recorded and nothing observed. The three alternate, each for the given number of steps
-and for twice as many: the difference is the cost of the steps, and the rest is fixed (tracing, copies of the state, the
-order of samples). Ratios are medians over rounds. First calls, which compile, are left out.
+A 784-width-width-10 ReLU network without biases learns by SGD in batches of 128, on random images
+in memory (values do not change the time), with losses recorded and nothing observed. The three
+alternate, each for the given number of steps and for twice as many: the difference is the cost of
+the steps, and the rest is fixed (tracing, copies of the state, the order of samples). Ratios are
+medians over rounds. First calls, which compile, are left out.
 """
 
 import argparse
@@ -70,7 +71,9 @@ def contestants(steps, width):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--width", type=int, default=1024)
@@ -82,7 +85,10 @@ def main():
     for _ in range(options.repeats):  # in turn, so that a drift of the machine meets all
         for name, run in runs.items():
             seconds[name].append((timed(run, steps), timed(run, 2 * steps)))
-    print(f"784-{options.width}-{options.width}-10, batches of {BATCH}, {steps} and {2 * steps} steps, {jax.devices()}")
+    print(
+        f"784-{options.width}-{options.width}-10, batches of {BATCH}, {steps} and {2 * steps} "
+        f"steps, {jax.devices()}"
+    )
     print("                ms/step   of the scan's   fixed ms")
     times = {name: np.asarray(values) for name, values in seconds.items()}
     each = {name: (values[:, 1] - values[:, 0]) / steps for name, values in times.items()}

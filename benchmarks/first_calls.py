@@ -1,10 +1,11 @@
 """Count the programs that first calls compile, and their CPU seconds, without a cache of compiled programs.
 
-    python benchmarks/first_calls.py [--only JOB ...] [--repeats 3] [--against FILE] [--out first_calls.json]
+    python benchmarks/first_calls.py [--only JOB ...] [--repeats 3] [--against FILE] [--out
+    first_calls.json]
 
-Each job of `tests/tools/first_calls.py` runs in fresh processes, with the package that `PYTHONPATH` or the environment
-names. Seconds are CPU seconds of the process, the median of the repeats. `--against` prints the numbers of an earlier
-file beside these, such as one of another checkout.
+Each job of `tests/tools/first_calls.py` runs in fresh processes, with the package that `PYTHONPATH`
+or the environment names. Seconds are CPU seconds of the process, the median of the repeats.
+`--against` prints the numbers of an earlier file beside these, such as one of another checkout.
 """
 
 import argparse
@@ -36,7 +37,9 @@ def measure(job):
         except Exception as error:
             print(json.dumps([name, None, repr(error)[:200]]), flush=True)
             continue
-        print(json.dumps([name, num_compiled() - programs, time.process_time() - start]), flush=True)
+        print(
+            json.dumps([name, num_compiled() - programs, time.process_time() - start]), flush=True
+        )
 
 
 def jobs():
@@ -52,18 +55,25 @@ def run(job, repeats):
     rows = {}
     for _ in range(repeats):
         command = [sys.executable, __file__, "--measure", job]
-        output = subprocess.run(command, check=True, capture_output=True, text=True, env=settings).stdout
+        output = subprocess.run(
+            command, check=True, capture_output=True, text=True, env=settings
+        ).stdout
         for line in output.splitlines():
             name, programs, seconds = json.loads(line)
             if programs is None:
                 print(f"{name} failed: {seconds}")
                 continue
             rows.setdefault(name, []).append((programs, seconds))
-    return {name: [row[0][0], statistics.median(seconds for _, seconds in row)] for name, row in rows.items()}
+    return {
+        name: [row[0][0], statistics.median(seconds for _, seconds in row)]
+        for name, row in rows.items()
+    }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--against", type=Path)

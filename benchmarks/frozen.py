@@ -3,8 +3,9 @@
     python benchmarks/frozen.py [--keep FOLDER] [--only NAME ...]     writes frozen.json
     python benchmarks/frozen.py --check [--keep FOLDER]               compares with it
 
-Hashes are of the arrays of all figures in smoke runs, seed 37, and of the output of the documentation's examples. They
-hold for one machine, because others round differently. With `--keep` arrays are stored and compared by a tolerance.
+Hashes are of the arrays of all figures in smoke runs, seed 37, and of the output of the
+documentation's examples. They hold for one machine, because others round differently. With `--keep`
+arrays are stored and compared by a tolerance.
 """
 
 import argparse
@@ -43,11 +44,28 @@ def digest(data):
 
 def figure(package, name, folder):
     """Return hashes of a figure's arrays, by name."""
-    command = [sys.executable, "-m", package, name, "--quick", "--silent", "--out", str(folder / name)]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | {"MPLBACKEND": "Agg"})
+    command = [
+        sys.executable,
+        "-m",
+        package,
+        name,
+        "--quick",
+        "--silent",
+        "--out",
+        str(folder / name),
+    ]
+    subprocess.run(
+        command,
+        check=True,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"MPLBACKEND": "Agg"},
+    )
     (path,) = (folder / name).glob("*/*.npz")
     with np.load(path) as arrays:
-        return {key: digest(np.ascontiguousarray(arrays[key]).tobytes()) for key in sorted(arrays.files)}
+        return {
+            key: digest(np.ascontiguousarray(arrays[key]).tobytes()) for key in sorted(arrays.files)
+        }
 
 
 def example(code, folder):
@@ -66,12 +84,16 @@ def examples():
     """Return the blocks of Python on all pages, by page and place."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for page in pages:
-        for index, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)):
+        for index, code in enumerate(
+            re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        ):
             yield f"{page.relative_to(ROOT)} {index}", code
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--only", nargs="*", default=[])
@@ -95,9 +117,19 @@ def main():
         for kind, one in found.items():
             for name, value in one.items():
                 same = value == known[kind].get(name)
-                wrong = [] if same or kind == "examples" else [k for k in value if value[k] != known[kind][name].get(k)]
+                wrong = (
+                    []
+                    if same or kind == "examples"
+                    else [k for k in value if value[k] != known[kind][name].get(k)]
+                )
                 print("same " if same else "OTHER", name, *wrong)
-        sys.exit(any(value != known[kind].get(name) for kind, one in found.items() for name, value in one.items()))
+        sys.exit(
+            any(
+                value != known[kind].get(name)
+                for kind, one in found.items()
+                for name, value in one.items()
+            )
+        )
     for kind, one in found.items():
         known[kind] |= one
     FILE.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")

@@ -1,14 +1,16 @@
 """Compare operators with kooplearn on the same data: single fits, 16 regularisations and 8 seeds at once.
 
-Single fits are plain calls on NumPy's arrays, which are diagnosed, and compiled ones, which are not.
+Single fits are plain calls on NumPy's arrays, which are diagnosed, and compiled ones, which are
+not.
 
-    python benchmarks/operators.py                 # 5000 samples: 784 pixels, rank 5; Lorenz 63 with kernels, rank 25
-    python benchmarks/operators.py --samples 500   # small
+    python benchmarks/operators.py                 # 5000 samples: 784 pixels, rank 5; Lorenz 63
+    with kernels, rank 25 python benchmarks/operators.py --samples 500   # small
 
-Everything is float64, as in the peer. Times are medians, compile time is apart, and eigenvalues are compared. The
-linear data are ordered digits, from MNIST if DISSOCIATION_DATA names its folder, else drawn ones. `--peer-solver dense`
-is the peer's default solver of exact Gram matrices for 25 components, a generalised eigenproblem that takes minutes at
-5000 samples. The default here is the faster ARPACK.
+Everything is float64, as in the peer. Times are medians, compile time is apart, and eigenvalues are
+compared. The linear data are ordered digits, from MNIST if DISSOCIATION_DATA names its folder, else
+drawn ones. `--peer-solver dense` is the peer's default solver of exact Gram matrices for 25
+components, a generalised eigenproblem that takes minutes at 5000 samples. The default here is the
+faster ARPACK.
 """
 
 import argparse
@@ -20,7 +22,8 @@ import jax
 from dissociation import use_all_cores
 
 jax.config.update("jax_enable_x64", True)
-use_all_cores()  # before SciPy's OpenBLAS is loaded, whose threads the peer gets back in `Peer.fit_once`
+# before SciPy's OpenBLAS is loaded, whose threads the peer gets back in `Peer.fit_once`
+use_all_cores()
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -33,7 +36,10 @@ from dissociation import bmap  # noqa: E402
 from koopman import RBF, ReducedRank, fit, lagged_pairs, median_distance  # noqa: E402
 from koopman.datasets import lorenz63, ordered_mnist  # noqa: E402
 
-QR_NOTE = "set here; the default takes QR in float32, or if an eigenvalue of the covariance is near its rounding"
+QR_NOTE = (
+    "set here; the default takes QR in float32, or if an eigenvalue of the covariance is "
+    "near its rounding"
+)
 
 
 def calls(function, peer, repeats):
@@ -68,19 +74,29 @@ def compare(name, peer, fit, seeds, alphas, repeats, *, sweep=None):
         told = "ours {:.3f} s, {:.2f} times the peer; {:.1f} s compiling".format(*found)
         print(f"{name}, {what}: {told}", flush=True)
         why = QR_NOTE if name.endswith("qr") else ""
-        add_row(f"{name}, {what}", ours, {f"kooplearn{note}": theirs * times}, first=first, note=why)
+        add_row(
+            f"{name}, {what}", ours, {f"kooplearn{note}": theirs * times}, first=first, note=why
+        )
 
     on_host = [np.asarray(leaf) for leaf in arguments]
     shown("one fit, as pages call it", partial(fit, *on_host, float(alphas[0])), 1, repeats)
     shown("one fit under jit", one, 1, repeats)
-    mine = np.sort(np.abs(np.linalg.eigvals(np.asarray(one().cross_gram))))[::-1]  # as fitted, as the peer's
+    mine = np.sort(np.abs(np.linalg.eigvals(np.asarray(one().cross_gram))))[
+        ::-1
+    ]  # as fitted, as the peer's
     other = np.sort(np.abs(peer.model.eig()))[::-1]
     few = min(5, len(mine), len(other))
     print(f"    moduli ours {mine[:few].round(5)}, peer {other[:few].round(5)}")
     number, fewer = len(seeds[0]), max(2, repeats // 2)
     at_once = jax.jit(jax.vmap(sweep or fit, (None, None, 0)))
     count = len(alphas)
-    shown(f"{count} alphas", lambda: at_once(*arguments, alphas), count, fewer, f", one fit times {count}")
+    shown(
+        f"{count} alphas",
+        lambda: at_once(*arguments, alphas),
+        count,
+        fewer,
+        f", one fit times {count}",
+    )
     together = bmap(lambda x, y: fit(x, y, alphas[0]), batch_size=1)
     shown(f"{number} seeds", lambda: together(*seeds), number, fewer, f", one fit times {number}")
 
@@ -103,7 +119,9 @@ def gram_fit(x, y, alpha, *, scale, solver="auto"):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=5000)
     parser.add_argument("--centres", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=5)
@@ -126,7 +144,8 @@ def main():
         for route in ("auto", "qr", "covariance"):
             own = lambda x, y, a, r=route: fit(ReducedRank(5, a), x, y, route=r)  # noqa: E731
             compare(
-                f"reduced rank regression, {sequence.name}, {seeds[0][0].shape}, rank 5, route {route}",
+                f"reduced rank regression, {sequence.name}, {seeds[0][0].shape}, rank 5, route "
+                f"{route}",
                 peer,
                 own,
                 seeds,
@@ -134,18 +153,27 @@ def main():
                 options.repeats,
             )
 
-    paths = jax.vmap(lambda key: lorenz63(number + 1000, key=key))(jax.random.split(jax.random.key(0), options.seeds))
+    paths = jax.vmap(lambda key: lorenz63(number + 1000, key=key))(
+        jax.random.split(jax.random.key(0), options.seeds)
+    )
     paths = np.asarray(paths)[:, 1000:]
     paths = (paths - paths.mean(1, keepdims=True)) / paths.std(1, keepdims=True)
     seeds = jax.vmap(lagged_pairs)(paths)
     path, x = paths[0], seeds[0][0]
     scale = float(median_distance(x))
-    settings = {"n_components": 25, "alpha": 1e-6, "reduced_rank": True, "kernel": "rbf", "gamma": 0.5 / scale**2}
+    settings = {
+        "n_components": 25,
+        "alpha": 1e-6,
+        "reduced_rank": True,
+        "kernel": "rbf",
+        "gamma": 0.5 / scale**2,
+    }
     if "kernel" in wanted:
         peer = Peer(KernelRidge(**settings, eigen_solver=options.peer_solver, random_state=0), path)
         own = partial(gram_fit, scale=scale)
         compare(
-            f"kernel reduced rank regression, Lorenz 63, {x.shape}, rank 25, peer's solver {options.peer_solver}",
+            f"kernel reduced rank regression, Lorenz 63, {x.shape}, rank 25, peer's solver "
+            f"{options.peer_solver}",
             peer,
             own,
             seeds,
@@ -154,7 +182,9 @@ def main():
             sweep=partial(own, solver="spectral"),
         )
     if "nystroem" in wanted:
-        peer = Peer(NystroemKernelRidge(n_centers=options.centres, random_state=0, **settings), path)
+        peer = Peer(
+            NystroemKernelRidge(n_centers=options.centres, random_state=0, **settings), path
+        )
         peer.fit_once()
         chosen = peer.model.nys_centers_idxs_
         for route in ("auto", "qr", "covariance"):

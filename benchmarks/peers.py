@@ -3,7 +3,8 @@
     pip install pydmd deeptime kooplearn
     python benchmarks/peers.py
 
-Each entry of `PEERS` computes its numbers from `data()`. Those of a package that is not installed stay in the file.
+Each entry of `PEERS` computes its numbers from `data()`. Those of a package that is not installed
+stay in the file.
 """
 
 import importlib.metadata
@@ -18,7 +19,10 @@ FILE = Path(__file__).with_name("peers.json")
 def data():
     """Return noise-free rotations lifted to six coordinates, a cosine, and an autoregression with an offset."""
     rng = np.random.default_rng(0)
-    turn = lambda radius, angle: radius * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])  # noqa: E731
+
+    def turn(radius, angle):
+        return radius * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+
     step = np.zeros((4, 4))
     step[:2, :2], step[2:, 2:] = turn(0.97, 0.3), turn(0.8, 1.1)
     states = [np.ones(4)]
@@ -35,7 +39,10 @@ def data():
 
 def spectrum(values):
     """Return complex numbers as pairs, by falling modulus and rising imaginary part."""
-    return sorted(([float(v.real), float(v.imag)] for v in values), key=lambda v: (-round(np.hypot(*v), 9), v[1]))
+    return sorted(
+        ([float(v.real), float(v.imag)] for v in values),
+        key=lambda v: (-round(np.hypot(*v), 9), v[1]),
+    )
 
 
 def pydmd(paths):
@@ -53,7 +60,9 @@ def deeptime(paths):
     from deeptime.decomposition import VAMP
 
     # Dense: looking for constant columns fails with this NumPy.
-    covariances = Covariance(lagtime=1, compute_c0t=True, compute_ctt=True, remove_data_mean=True, sparse_mode="dense")
+    covariances = Covariance(
+        lagtime=1, compute_c0t=True, compute_ctt=True, remove_data_mean=True, sparse_mode="dense"
+    )
     moments = covariances.fit(paths["affine"]).fetch_model()
     model = VAMP(epsilon=1e-12).fit_from_covariances(moments).fetch_model()
     return {"affine": float(model.score(2))}

@@ -1,12 +1,15 @@
 """Compare the 40-scale input-noise sweep with common noise with evaluations of the whole network at every scale.
 
-    python benchmarks/robustness.py [--seeds 2] [--samples 10000] [--repeats 3] [--only ours|jitted|unjitted]
+    python benchmarks/robustness.py [--seeds 2] [--samples 10000] [--repeats 3] [--only
+    ours|jitted|unjitted]
 
 Three ways to the same curves of stacked 784-1024-1024-10 networks:
-  ours      `input_noise_error`: the first layer, linear in the scale, applied twice instead of 40 times; jitted,
+  ours      `input_noise_error`: the first layer, linear in the scale, applied twice instead of 40
+  times; jitted,
             members and scales sequentially.
-  jitted    the network on `images + scale * noise`, scales mapped in batches of 16, members vmapped, jitted.
-  unjitted  the same call without jit, as in the published notebook; compile times count, ours too.
+  jitted    the network on `images + scale * noise`, scales mapped in batches of 16, members
+  vmapped, jitted. unjitted  the same call without jit, as in the published notebook; compile times
+  count, ours too.
 Each way runs in a separate process, for its peak memory.
 """
 
@@ -34,7 +37,9 @@ def ours(models, images, labels, noise):
     def one(model, images, labels, noise):
         return input_noise_error(model, images, labels, SCALES, noise=noise)
 
-    return bmap(one, in_axes=(eqx.if_array(0), None, None, None), batch_size=1)(models, images, labels, noise)
+    return bmap(one, in_axes=(eqx.if_array(0), None, None, None), batch_size=1)(
+        models, images, labels, noise
+    )
 
 
 def plain(models, images, labels, noise):
@@ -45,7 +50,9 @@ def plain(models, images, labels, noise):
         scales = bmap(at, in_axes=(None, 0, None, None, None), batch_size=16)
         return scales(model, jnp.asarray(SCALES), images, labels, noise)
 
-    return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), None, None, None))(models, images, labels, noise)
+    return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), None, None, None))(
+        models, images, labels, noise
+    )
 
 
 def run(way, options):
@@ -67,7 +74,9 @@ def run(way, options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--repeats", type=int, default=3)
@@ -83,21 +92,35 @@ def main():
         command = [sys.executable, __file__, f"--child={way}", *sizes]
         child = subprocess.run(command, capture_output=True, text=True)
         if child.returncode:
-            print(f"{way:10s} failed (exit status {child.returncode}): {child.stderr.strip().splitlines()[-1:]}")
+            print(
+                f"{way:10s} failed (exit status {child.returncode}): "
+                f"{child.stderr.strip().splitlines()[-1:]}"
+            )
             continue
         found[way] = json.loads(child.stdout.splitlines()[-1])
         print(way.ljust(10), "  ".join(f"{name} {value:.4g}" for name, value in found[way].items()))
     if {"ours", "jitted", "unjitted"} <= found.keys():
         ours = found["ours"]
-        work = f"input noise at 40 scales, {options.samples} images, {options.seeds} networks 784-1024-1024-10"
-        add_row(work, [ours["run"]], {"whole network at every scale, jitted": [found["jitted"]["run"]]})
+        work = (
+            f"input noise at 40 scales, {options.samples} images, {options.seeds} networks "
+            "784-1024-1024-10"
+        )
+        add_row(
+            work, [ours["run"]], {"whole network at every scale, jitted": [found["jitted"]["run"]]}
+        )
         note = "both times include compilation"
         peers = {"published call, without jit": [found["unjitted"]["first"]]}
         add_row(f"{work}, first call", [ours["first"]], peers, note=note)
     if {"ours", "jitted"} <= found.keys():
-        print(f"jitted / ours, run time:              {found['jitted']['run'] / found['ours']['run']:.2f}")
+        print(
+            "jitted / ours, run time:              "
+            f"{found['jitted']['run'] / found['ours']['run']:.2f}"
+        )
     if {"ours", "unjitted"} <= found.keys():
-        print(f"unjitted / ours, compile time counted: {found['unjitted']['first'] / found['ours']['first']:.2f}")
+        print(
+            "unjitted / ours, compile time counted: "
+            f"{found['unjitted']['first'] / found['ours']['first']:.2f}"
+        )
 
 
 if __name__ == "__main__":

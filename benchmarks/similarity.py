@@ -1,10 +1,11 @@
 """Compare linear CKA, shapes and RSA of all pairs of representations with NumPy and rsatoolbox, on the same arrays.
 
-    python benchmarks/similarity.py                    # 64 members of 1000 x 512; 20 members x 4 layers of 1000 x 64
-    python benchmarks/similarity.py --members 16 --layers 1 --repeats 3
+    python benchmarks/similarity.py                    # 64 members of 1000 x 512; 20 members x 4
+    layers of 1000 x 64 python benchmarks/similarity.py --members 16 --layers 1 --repeats 3
 
-Features are 20 causes, mixed by a random map per member, and noise. The peers' numbers are compared with ours. Loops
-over pairs that would take minutes are timed on some of the pairs and scaled up, as the output says.
+Features are 20 causes, mixed by a random map per member, and noise. The peers' numbers are compared
+with ours. Loops over pairs that would take minutes are timed on some of the pairs and scaled up, as
+the output says.
 """
 
 import argparse
@@ -61,29 +62,45 @@ def looped(function, stack, pairs):
 def report(work, ours, first, peers, note=""):
     for name, times in peers.items():
         found = ratio(ours, times)
-        print(f"{work}: ours {np.median(ours):.3g} s (first call {first:.3g}), {name} {np.median(times):.3g} s, "
+        print(f"{work}: ours {np.median(ours):.3g} s (first call {first:.3g}), {name} "
+              f"{np.median(times):.3g} s, "
               f"ratio {found[1]:.2f} ({found[0]:.2f} to {found[2]:.2f}) {note}")  # fmt: skip
     add_row(work, ours, peers, first=first, note=note)
 
 
 def linear(options):
     stack = features(options.members, options.samples, options.width, 0)
-    ours = lambda: np.asarray(similarity.pairwise(stack, "linear_cka", members=True, baseline=False).values)  # noqa: E731
+
+    def ours():
+        return np.asarray(
+            similarity.pairwise(stack, "linear_cka", members=True, baseline=False).values
+        )
+
     first = timed(ours)
     np.testing.assert_allclose(ours(), by_grams(stack), atol=1e-5)
-    seconds = in_turn({"ours": ours, "NumPy, one Gram matrix each": lambda: by_grams(stack)}, options.repeats)
+    seconds = in_turn(
+        {"ours": ours, "NumPy, one Gram matrix each": lambda: by_grams(stack)}, options.repeats
+    )
     pairs = pairs_of(options.members)[:10]
     scale = options.members * (options.members - 1) / 2 / len(pairs)
     loop = [scale * timed(partial(looped, cka, stack, pairs)) for _ in range(options.repeats)]
     own = seconds.pop("ours")
-    work = f"linear CKA of all pairs of {options.members} representations, {options.samples} x {options.width}"
+    work = (
+        f"linear CKA of all pairs of {options.members} representations, {options.samples} x "
+        f"{options.width}"
+    )
     report(work, own, first, {**seconds, "NumPy, loop over pairs (10 timed, scaled up)": loop})
 
 
 def inference(options):
     stack = features(20 * options.layers, options.samples, 64, 1)
     layers = {f"layer {index}": part for index, part in enumerate(np.split(stack, options.layers))}
-    ours = lambda: similarity.pairwise(layers, "angular_similarity", members=True, num_blocks=20, baseline=False)  # noqa: E731
+
+    def ours():
+        return similarity.pairwise(
+            layers, "angular_similarity", members=True, num_blocks=20, baseline=False
+        )
+
     first = timed(ours)
     np.testing.assert_allclose(ours().values[1, 0], angular(stack[1], stack[0]), atol=1e-5)
     own = [timed(ours) for _ in range(options.repeats)]
@@ -92,7 +109,8 @@ def inference(options):
     scale = 21 * len(pairs) / len(part)
     peer = [scale * timed(partial(looped, angular, stack, part)) for _ in range(options.repeats)]
     work = (
-        f"angular shape of all pairs of {len(stack)} representations, {options.samples} x 64, with 20-block intervals"
+        f"angular shape of all pairs of {len(stack)} representations, {options.samples} x 64, "
+        "with 20-block intervals"
     )
     report(work, own, first, {f"NumPy, loop over pairs ({len(part)} timed, scaled up)": peer})
 
@@ -105,7 +123,11 @@ def rsa(options):
         found = [calc_rdm(one, method="euclidean") for one in data]
         return np.block([[compare(one, other, method="corr") for other in found] for one in found])
 
-    ours = lambda: np.asarray(similarity.pairwise(stack, "rsa", members=True, baseline=False, rdm="squared").values)  # noqa: E731
+    def ours():
+        return np.asarray(
+            similarity.pairwise(stack, "rsa", members=True, baseline=False, rdm="squared").values
+        )
+
     first = timed(ours)
     np.testing.assert_allclose(ours(), peer(), atol=1e-4)
     seconds = in_turn({"ours": ours, "rsatoolbox": peer}, options.repeats)
@@ -127,7 +149,9 @@ def stream(options):
         shift = [part[0] for part in batches[0]]
         number, sums, squares = 0, np.zeros(512), np.zeros((512, 512))
         for index in range(total):
-            both = np.concatenate([part - own for part, own in zip(batches[index % 4], shift, strict=True)], 1)
+            both = np.concatenate(
+                [part - own for part, own in zip(batches[index % 4], shift, strict=True)], 1
+            )
             number += len(both)
             sums += both.sum(0)
             squares += both.T @ both
@@ -137,14 +161,20 @@ def stream(options):
 
     first = timed(ours)
     np.testing.assert_allclose(ours(), peer(), atol=1e-6)
-    seconds = in_turn({"ours": ours, "NumPy, sums of products, only for linear CKA": peer}, options.repeats)
+    seconds = in_turn(
+        {"ours": ours, "NumPy, sums of products, only for linear CKA": peer}, options.repeats
+    )
     own = seconds.pop("ours")
     note = "ours also serves debiased CKA, CCA, shapes and predictivity"
-    report(f"moments of {total * 10_000} samples, 256 against 256 features", own, first, seconds, note)
+    report(
+        f"moments of {total * 10_000} samples, 256 against 256 features", own, first, seconds, note
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--members", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--samples", type=int, default=1000)

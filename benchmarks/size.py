@@ -2,11 +2,12 @@
 
     python benchmarks/size.py [folder of a checkout] [--ways]
 
-Public names are in `__all__` of a folder's `__init__` or of a module without underscore, or without `__all__` all
-top-level names without underscore. Statements are those of the syntax tree, without docstrings.
+Public names are in `__all__` of a folder's `__init__` or of a module without underscore, or without
+`__all__` all top-level names without underscore. Statements are those of the syntax tree, without
+docstrings.
 
-With `--ways`, also count the modules that an entry imports, our functions that `fit` enters before the loss, and
-functions that take a figure's configuration.
+With `--ways`, also count the modules that an entry imports, our functions that `fit` enters before
+the loss, and functions that take a figure's configuration.
 """
 
 import ast
@@ -17,7 +18,11 @@ import sys
 from pathlib import Path
 
 PACKAGES = ("dissociation", "koopman")
-MARKS = {"skipped": r"mark\.skip|importorskip|pytest\.skip\(", "expected to fail": r"xfail", "slow": r"mark\.slow"}
+MARKS = {
+    "skipped": r"mark\.skip|importorskip|pytest\.skip\(",
+    "expected to fail": r"xfail",
+    "slow": r"mark\.slow",
+}
 LOW = {
     "jax._src": r"jax\._src",
     "pickle": r"\b(?:import|from) pickle\b|allow_pickle=True",
@@ -28,7 +33,11 @@ LOW = {
 
 def is_docstring(node):
     """Return True if a statement is a string alone."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def statements(tree):
@@ -43,7 +52,9 @@ def public_names(path, tree):
     names = []
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if isinstance(node, ast.Assign | ast.AnnAssign) and any(getattr(t, "id", "") == "__all__" for t in targets):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and any(
+            getattr(t, "id", "") == "__all__" for t in targets
+        ):
             try:
                 return list(ast.literal_eval(node.value))
             except ValueError:
@@ -62,7 +73,9 @@ def lazy_names(tree):
     found = {
         alias.asname or alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES
+        if isinstance(node, ast.ImportFrom)
+        and node.module
+        and node.module.split(".")[0] in PACKAGES
         for alias in node.names
     }
     return [name for name in found if not name.startswith("_")]
@@ -76,12 +89,19 @@ def functions(trees):
                 body = [one for one in node.body if not is_docstring(one)]
                 length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
                 arguments = node.args
-                yield length, len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+                yield (
+                    length,
+                    len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs),
+                )
 
 
 def report(root):
     """Return pairs of a measure and its value."""
-    files = [path.relative_to(root) for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
+    files = [
+        path.relative_to(root)
+        for package in PACKAGES
+        for path in sorted((root / package).rglob("*.py"))
+    ]
     texts = {path: (root / path).read_text() for path in files}
     trees = {path: ast.parse(text) for path, text in texts.items()}
     lines = {path: text.count("\n") for path, text in texts.items()}
@@ -97,7 +117,10 @@ def report(root):
     whole, tested = "\n".join(texts.values()), "\n".join(tests)
     yield "library lines", sum(lines.values())
     for package in PACKAGES:
-        yield f"  {package}", sum(count for path, count in lines.items() if path.parts[0] == package)
+        yield (
+            f"  {package}",
+            sum(count for path, count in lines.items() if path.parts[0] == package),
+        )
     yield "statements", sum(map(statements, trees.values()))
     yield "files", len(files)
     yield "entries at the root of dissociation", len(entries)
@@ -109,12 +132,19 @@ def report(root):
     yield "longest file", "{} ({})".format(*max((count, path) for path, count in lines.items()))
     yield "bodies over 60 lines", sum(length > 60 for length, _ in known)
     yield "functions with more than 10 parameters", sum(count > 10 for _, count in known)
-    for name, pattern in {"Any": r"\bAny\b", "noqa": r"# noqa", "type: ignore": r"type: ignore"}.items():
+    for name, pattern in {
+        "Any": r"\bAny\b",
+        "noqa": r"# noqa",
+        "type: ignore": r"type: ignore",
+    }.items():
         yield name, len(re.findall(pattern, whole))
     for name, pattern in MARKS.items():
         yield f"tests {name}", len(re.findall(pattern, tested))
     for name, pattern in LOW.items():
-        yield f"files with {name}", ", ".join(str(p) for p, text in texts.items() if re.search(pattern, text)) or "none"
+        yield (
+            f"files with {name}",
+            ", ".join(str(p) for p, text in texts.items() if re.search(pattern, text)) or "none",
+        )
 
 
 def imported(path, root):
@@ -122,7 +152,9 @@ def imported(path, root):
     blocks = [ast.parse(path.read_text())]
     while blocks:
         for node in blocks.pop().body:
-            if isinstance(node, ast.If | ast.Try) and "TYPE_CHECKING" not in ast.dump(getattr(node, "test", node)):
+            if isinstance(node, ast.If | ast.Try) and "TYPE_CHECKING" not in ast.dump(
+                getattr(node, "test", node)
+            ):
                 blocks.append(node)
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
@@ -167,10 +199,17 @@ print(len(seen))
 def ways(root):
     """Return pairs of a measure and its value."""
     operators = closure(root, "koopman/_operators/_fit.py", "koopman/operators.py")
-    yield "modules of koopman that `fit` needs", sum(root / "koopman" in path.parents for path in operators)
+    yield (
+        "modules of koopman that `fit` needs",
+        sum(root / "koopman" in path.parents for path in operators),
+    )
     trainings = ("dissociation/training/_fitting.py", "dissociation/training/fitting.py")
     yield "modules that training's `fit` needs", len(closure(root, *trainings))
-    commands = ("dissociation/__main__.py", "dissociation/figures/_command.py", "dissociation/figures/robustness.py")
+    commands = (
+        "dissociation/__main__.py",
+        "dissociation/figures/_command.py",
+        "dissociation/figures/robustness.py",
+    )
     figure = closure(root, *commands, "dissociation/command.py", "dissociation/figures/command.py")
     yield "modules of `python -m dissociation robustness`", len(figure)
     functions = [node for path in figure for node in ast.walk(ast.parse(path.read_text()))]
@@ -178,11 +217,14 @@ def ways(root):
         node
         for node in functions
         if isinstance(node, ast.FunctionDef)
-        and "config" in {arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+        and "config"
+        in {arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
     ]
     yield "functions that are handed its configuration", len(handed)
     environment = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run([sys.executable, "-c", FIT], env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", FIT], env=environment, capture_output=True, text=True, check=True
+    )
     yield "functions entered from `fit` to the loss", run.stdout.strip()
 
 

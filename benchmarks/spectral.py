@@ -1,12 +1,14 @@
 """Compare bilinear networks with PyTorch: training epochs, several seeds, and eigendecompositions.
 
-    python benchmarks/spectral.py [--samples 60000] [--repeats 3] [--epochs 3] [--only training seeds decompose]
+    python benchmarks/spectral.py [--samples 60000] [--repeats 3] [--epochs 3] [--only training
+    seeds decompose]
 
-training: epochs at size 300, against a lean PyTorch loop (batches cut from a tensor) and the published kind of loader
-(samples indexed one by one and stacked). seeds: epochs of 5 networks of size 100 against 5 in PyTorch.
-decompose: ordered eigenvectors on inputs of 5 networks x 10 classes at size 300 against the same in PyTorch, and
-against torch.linalg.eigh of the hidden matrices alone. XLA's CPU eigh calls SciPy's OpenBLAS for parts of a batch in
-parallel; `use_all_cores` limits OpenBLAS's own threads. The first call, which compiles, is apart.
+training: epochs at size 300, against a lean PyTorch loop (batches cut from a tensor) and the
+published kind of loader (samples indexed one by one and stacked). seeds: epochs of 5 networks of
+size 100 against 5 in PyTorch. decompose: ordered eigenvectors on inputs of 5 networks x 10 classes
+at size 300 against the same in PyTorch, and against torch.linalg.eigh of the hidden matrices alone.
+XLA's CPU eigh calls SciPy's OpenBLAS for parts of a batch in parallel; `use_all_cores` limits
+OpenBLAS's own threads. The first call, which compiles, is apart.
 """
 
 import argparse
@@ -52,7 +54,9 @@ def torch_epochs(images, labels, hidden, num_seeds, loader, number):
         for _ in range(number):
             if loader == "published":
                 pairs = torch.utils.data.TensorDataset(x, y)
-                batches = torch.utils.data.DataLoader(pairs, batch_size=BATCH, shuffle=True, drop_last=True)
+                batches = torch.utils.data.DataLoader(
+                    pairs, batch_size=BATCH, shuffle=True, drop_last=True
+                )
             else:
                 chosen = torch.randperm(len(x)).split(BATCH)
                 batches = ((x[c], y[c]) for c in chosen if len(c) == BATCH)
@@ -78,10 +82,15 @@ def torch_warm():
 
 
 def decompositions(repeats):
-    models = eqx.filter_vmap(lambda k: BilinearNetwork(784, 300, key=k))(jax.random.split(jax.random.key(0), 5))
+    models = eqx.filter_vmap(lambda k: BilinearNetwork(784, 300, key=k))(
+        jax.random.split(jax.random.key(0), 5)
+    )
     run = eqx.filter_jit(eqx.filter_vmap(decompose))
     first = timed(lambda: jax.block_until_ready(run(models)))
-    weights = [torch.from_numpy(np.array(w)) for w in (models.embed, models.layers[0].left, models.layers[0].right)]
+    weights = [
+        torch.from_numpy(np.array(w))
+        for w in (models.embed, models.layers[0].left, models.layers[0].right)
+    ]
     head = torch.from_numpy(np.array(models.head))
 
     def peer():
@@ -102,24 +111,36 @@ def decompositions(repeats):
     whole_peer()
     theirs = in_turn({"ours": lambda: jax.block_until_ready(run(models)), **peers}, repeats)
     ours = theirs.pop("ours")
-    work = "50 sorted eigendecompositions of bilinear networks of size 300, with eigenvectors on inputs"
+    work = (
+        "50 sorted eigendecompositions of bilinear networks of size 300, with eigenvectors on "
+        "inputs"
+    )
     add_row(work, ours, {"PyTorch": theirs["the same"]}, first=first)
     shown = ", ".join(
-        f"{k} {np.median(t):.3f} s ({np.median(np.divide(t, ours)):.2f} times ours)" for k, t in theirs.items()
+        f"{k} {np.median(t):.3f} s ({np.median(np.divide(t, ours)):.2f} times ours)"
+        for k, t in theirs.items()
     )
     difference = np.abs(np.asarray(run(models).values) - whole_peer()[0].numpy()).max()
     print(
-        f"decompose: 5 x 10 x size 300, OPENBLAS_NUM_THREADS={os.environ.get('OPENBLAS_NUM_THREADS', 'unset')}: "
-        f"ours {np.median(ours):.3f} s (first {first:.2f} s), PyTorch: {shown}; largest difference {difference:.1e}"
+        "decompose: 5 x 10 x size 300, "
+        f"OPENBLAS_NUM_THREADS={os.environ.get('OPENBLAS_NUM_THREADS', 'unset')}: "
+        f"ours {np.median(ours):.3f} s (first {first:.2f} s), PyTorch: {shown}; largest "
+        f"difference {difference:.1e}"
     )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=60_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=3, help="in a call, so that what a call costs counts little")
-    parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch; XLA takes all cores")
+    parser.add_argument(
+        "--epochs", type=int, default=3, help="in a call, so that what a call costs counts little"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads of PyTorch; XLA takes all cores"
+    )
     parser.add_argument("--only", nargs="+", choices=["training", "seeds", "decompose"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -133,20 +154,29 @@ def main():
             continue
 
         def epochs(number, hidden=hidden, num_seeds=num_seeds):
-            # Observations are no part of an epoch: few images. The schedule of an epoch is compiled once.
+            # Observations are no part of an epoch: few images. The schedule of an epoch is compiled
+            # once.
             result = train_bilinear(
-                data, hidden, key=jax.random.key(0), num_seeds=num_seeds, num_epochs=number, num_observed=10
+                data,
+                hidden,
+                key=jax.random.key(0),
+                num_seeds=num_seeds,
+                num_epochs=number,
+                num_observed=10,
             )
             jax.block_until_ready(result.models)
 
         first = timed(lambda: epochs(options.epochs))
         peers = ("lean", "published") if name == "training" else ("lean",)
         both = {
-            loader: partial(torch_epochs, images, labels, hidden, num_seeds, loader, options.epochs) for loader in peers
+            loader: partial(torch_epochs, images, labels, hidden, num_seeds, loader, options.epochs)
+            for loader in peers
         }
         theirs = in_turn({"ours": partial(epochs, options.epochs), **both}, options.repeats)
         if num_seeds > 1:
-            parts = [(options.samples, hidden, share, options.epochs) for share in shares(num_seeds)]
+            parts = [
+                (options.samples, hidden, share, options.epochs) for share in shares(num_seeds)
+            ]
             alone = partial(one_process_per_core, torch_warm, torch_alone, parts)
             theirs["one process per core"] = [alone() for _ in range(options.repeats)]
         theirs = {loader: np.divide(times, options.epochs) for loader, times in theirs.items()}
@@ -154,13 +184,19 @@ def main():
         epoch = f"one epoch of {options.samples} images, {num_seeds} seed(s)"
         work = f"bilinear networks of size {hidden}, AdamW, noise: {epoch}"
         titles = {"lean": "lean loop", "published": "published loader"}
-        add_row(work, ours, {f"PyTorch, {titles.get(k, k)}": times for k, times in theirs.items()}, first=first)
+        add_row(
+            work,
+            ours,
+            {f"PyTorch, {titles.get(k, k)}": times for k, times in theirs.items()},
+            first=first,
+        )
         shown = ", ".join(
             f"PyTorch {k} {np.median(t):.2f} s ({np.median(np.divide(t, ours)):.2f} times ours)"
             for k, t in theirs.items()
         )
         print(
-            f"{name}: {num_seeds} x size {hidden}, per epoch: ours {np.median(ours):.2f} s (first call of "
+            f"{name}: {num_seeds} x size {hidden}, per epoch: ours {np.median(ours):.2f} s "
+            "(first call of "
             f"{options.epochs} epochs {first:.2f} s), {shown}",
             flush=True,
         )

@@ -45,8 +45,17 @@ def add_row(work, ours, peers, *, first=None, note=""):
     """
     if ROWS not in os.environ:
         return
-    found = {name: {"seconds": float(np.median(times)), "ratio": ratio(ours, times)} for name, times in peers.items()}
-    row = {"work": work, "ours": float(np.median(ours)), "first": first, "peers": found, "note": note}
+    found = {
+        name: {"seconds": float(np.median(times)), "ratio": ratio(ours, times)}
+        for name, times in peers.items()
+    }
+    row = {
+        "work": work,
+        "ours": float(np.median(ours)),
+        "first": first,
+        "peers": found,
+        "note": note,
+    }
     with open(os.environ[ROWS], "a") as file:
         file.write(json.dumps(row) + "\n")
 
@@ -64,11 +73,14 @@ def _one_process(barrier, warm, run, arguments):
 def one_process_per_core(warm, run, arguments):
     """Return PyTorch's seconds for `run` of every entry of `arguments`, in one process of one thread per entry.
 
-    Starts of processes and `warm` are left out. `run` and `warm` are functions of a script's top level.
+    Starts of processes and `warm` are left out. `run` and `warm` are functions of a script's top
+    level.
     """
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(arguments) + 1)
-    children = [context.Process(target=_one_process, args=(barrier, warm, run, each)) for each in arguments]
+    children = [
+        context.Process(target=_one_process, args=(barrier, warm, run, each)) for each in arguments
+    ]
     for child in children:
         child.start()
     barrier.wait(300)

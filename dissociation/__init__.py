@@ -1,8 +1,9 @@
 """Ask what a network's function says about its representation.
 
-Train many seeds of a network, rewrite its weights without changing its function, and measure what changes. The names
-that most users need are here; all others are in the folders: `data`, `training`, `models`, `rewrites`, `similarity`,
-`measures`, `bilinear`, `recipes`, `figures` and `plotting`. A module is imported when one of its names is first used.
+Train many seeds of a network, rewrite its weights without changing its function, and measure what
+changes. The names that most users need are here; all others are in the folders: `data`, `training`,
+`models`, `rewrites`, `similarity`, `measures`, `bilinear`, `recipes`, `figures` and `plotting`. A
+module is imported when one of its names is first used.
 """
 
 from typing import TYPE_CHECKING

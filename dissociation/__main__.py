@@ -13,7 +13,11 @@ def main(package: str = "dissociation") -> int:
     """
     interrupts.listen(package)  # before imports, which take seconds
     words = sys.argv[1:]
-    if words and not words[0].startswith("-") and not {"-h", "--help", "--silent"}.intersection(words):
+    if (
+        words
+        and not words[0].startswith("-")
+        and not {"-h", "--help", "--silent"}.intersection(words)
+    ):
         sys.stderr.write(f"{package} {words[0]}: importing JAX\n")
         sys.stderr.flush()
     figures = importlib.import_module(f"{package}.figures")

@@ -14,14 +14,19 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}
 
-# The configuration lies in the folder of the pages, where MkDocs wants it above: the check guards a `site_dir` inside
-# the pages, which has a check of its own.
+# The configuration lies in the folder of the pages, where MkDocs wants it above: the check guards a
+# `site_dir` inside the pages, which has a check of its own.
 DocsDir.post_validation = lambda *_, **__: None
 
 
 def on_files(files, config):
     """Add the front page, which is README, and a page for every notebook with its text, outputs and images."""
-    readme = (ROOT / "README.md").read_text().replace("](docs/", "](").replace("[imports](notebooks/paper/)", "imports")
+    readme = (
+        (ROOT / "README.md")
+        .read_text()
+        .replace("](docs/", "](")
+        .replace("[imports](notebooks/paper/)", "imports")
+    )
     files.append(File.generated(config, "index.md", content=readme))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         text, images = page_of(path)
@@ -50,7 +55,8 @@ def page_of(path):
             if output.get("name") == "stderr":
                 continue
             data = {
-                kind: "".join(text) for kind, text in output.get("data", {"text/plain": output.get("text", "")}).items()
+                kind: "".join(text)
+                for kind, text in output.get("data", {"text/plain": output.get("text", "")}).items()
             }
             if "image/png" in data:
                 name = f"{path.stem}-{len(images)}.png"
@@ -87,7 +93,9 @@ def on_post_build(config):
         parser.feed(page.read_text())
         needed |= {f"{page.name}: {address}" for address in parser.found}
     if needed:
-        raise PluginError("Pages must need nothing from elsewhere, got " + "; ".join(sorted(needed)))
+        raise PluginError(
+            "Pages must need nothing from elsewhere, got " + "; ".join(sorted(needed))
+        )
 
 
 class Docstrings(griffe.Extension):
@@ -96,7 +104,9 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj, **kwargs):
         """Handle one docstring."""
         if obj.docstring:
-            text = re.sub(r"^(\s*)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(
+                r"^(\s*)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE
+            )
             parts = re.split(r"(`[^`\n]+`|^ *>>> (?:.+\n?)+)", text, flags=re.MULTILINE)
             parts[::2] = [re.sub(r"<(?=\w)", "&lt;", part) for part in parts[::2]]
             obj.docstring.value = "".join(parts)

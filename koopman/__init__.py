@@ -1,6 +1,7 @@
 """Learn evolution operators (Koopman, transfer) from trajectories, in pure JAX.
 
-Apart from the folders `datasets` and `figures`, all names are here, for example `from koopman import fit, Ridge`.
+Apart from the folders `datasets` and `figures`, all names are here, for example `from koopman
+import fit, Ridge`.
 """
 
 from typing import TYPE_CHECKING
@@ -55,7 +56,14 @@ if TYPE_CHECKING:
         median_distance,
         nystroem_map,
     )
-    from koopman._operators._pairs import Moments, delay_embed, lagged_pairs, merge_moments, moments, scan_moments
+    from koopman._operators._pairs import (
+        Moments,
+        delay_embed,
+        lagged_pairs,
+        merge_moments,
+        moments,
+        scan_moments,
+    )
     from koopman._operators._spectrum import (
         decompose,
         eigenpairs,

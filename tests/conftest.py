@@ -1,7 +1,7 @@
 """Strict settings for every test: four virtual CPU devices, no silent rank promotion, a clear random state.
 
-They run on the CPU also where there is a GPU, of which two workers would each take most of the memory. On a GPU:
-`JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false python -m pytest`.
+They run on the CPU also where there is a GPU, of which two workers would each take most of the
+memory. On a GPU: `JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false python -m pytest`.
 """
 
 import gc
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import program_cache
 
-# Most of the time of these tests is compiling of small programs. With little optimisation, and by XLA's older emitters,
-# it takes half of that. Without most optimisations it takes a third less again, but equal sums may be contracted
-# unequally and lose equal bits (see `OPTIMISED`). Benchmarks run as users do. A version without a flag would end the
-# process.
+# Most of the time of these tests is compiling of small programs. With little optimisation, and by
+# XLA's older emitters, it takes half of that. Without most optimisations it takes a third less
+# again, but equal sums may be contracted unequally and lose equal bits (see `OPTIMISED`).
+# Benchmarks run as users do. A version without a flag would end the process.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
@@ -22,12 +22,15 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if os.environ["JAX_PLATFORMS"] != "cpu":  # a GPU multiplies float32 as TF32 unless told; tests compare formulas
+if (
+    os.environ["JAX_PLATFORMS"] != "cpu"
+):  # a GPU multiplies float32 as TF32 unless told; tests compare formulas
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "float32")
 # As `use_all_cores` has them: decompositions on several devices.
 os.environ.setdefault("PJRT_NPROC", "8")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Compiled programs are cached for other modules, processes and runs, unless the user names a folder.
+# Compiled programs are cached for other modules, processes and runs, unless the user names a
+# folder.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(program_cache.folder()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
@@ -137,8 +140,9 @@ def _compiler(request):
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
-    # Every compiled program holds memory maps, of which Linux allows 65 530 by default: one process of all tests would
-    # run out of them, and crash inside the compiler. Until then modules share programs, lowered once.
+    # Every compiled program holds memory maps, of which Linux allows 65 530 by default: one process
+    # of all tests would run out of them, and crash inside the compiler. Until then modules share
+    # programs, lowered once.
     yield
     maps = Path("/proc/self/maps")
     if not maps.exists() or maps.read_bytes().count(b"\n") > 20_000:

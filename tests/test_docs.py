@@ -33,7 +33,9 @@ def test_the_api_has_every_public_name():
     pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
     documented = set(re.findall(r"^(?:::: |- `)([\w.]+)", pages, re.MULTILINE))
     public = {f"{face}.{name}" for face, names in FACES.items() for name in names}
-    assert not public ^ documented, f"not both public and in docs/api: {', '.join(sorted(public ^ documented))}"
+    assert not public ^ documented, (
+        f"not both public and in docs/api: {', '.join(sorted(public ^ documented))}"
+    )
 
 
 def test_the_navigation_has_every_page():
@@ -53,7 +55,9 @@ def test_links_lead_to_files(path):
 
 def test_every_page_but_those_of_the_api_is_linked():
     text = "".join(path.read_text() for path in PAGES)
-    assert [path.name for path in PAGES[1:] if f"{path.name})" not in text and path.parent.name != "api"] == []
+    assert [
+        path.name for path in PAGES[1:] if f"{path.name})" not in text and path.parent.name != "api"
+    ] == []
 
 
 def test_the_readme_is_short():
@@ -66,7 +70,11 @@ FIRST_WORDS = {"What", "Which", "Of", "That", "As", "Where", "Whether", "How", "
 def docstrings(tree):
     """Texts that stand as statements: of modules, classes, functions and attributes."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield node.value.value
 
 

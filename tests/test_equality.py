@@ -1,6 +1,7 @@
 """Ranks, ties, `==` and folds by position: every use on arrays is listed, so that a new one is thought about.
 
-Computed floats are made equal by `dissociation._core.ties` first; rows are dealt out by `dissociation._core.splits`.
+Computed floats are made equal by `dissociation._core.ties` first; rows are dealt out by
+`dissociation._core.splits`.
 """
 
 import ast
@@ -11,13 +12,15 @@ ORDERS = {"unique", "argsort", "searchsorted", "lexsort", "top_k", "rankdata"}
 HELPERS = ("dissociation/_core/ties.py", "dissociation/_core/splits.py")
 WHOLE = {  # modules in which all of them are of integers or of rows, in dissociation
     "places, owners, orders and labels of neurons":
-        "rewrites/_axes.py rewrites/_comparison.py rewrites/_copies.py rewrites/_flow.py rewrites/_groups.py "
+        "rewrites/_axes.py rewrites/_comparison.py rewrites/_copies.py rewrites/_flow.py "
+        "rewrites/_groups.py "
         "rewrites/_growth.py rewrites/_indexing.py "
         "rewrites/_operations.py rewrites/_rewrites.py rewrites/_seen.py",
     "labels and folds, the paper's": "measures/_softmax_solver.py",
     "ranks of the data as given": "measures/_coordinates.py measures/_neighbours.py",
     "rows by label and by draw": "measures/_nearest.py measures/_smoothed.py",
-    "labels, clocks and repeated rows of data as given": "_core/columns.py _core/frames.py _core/groups.py",
+    "labels, clocks and repeated rows of data as given": "_core/columns.py _core/frames.py "
+                                                         "_core/groups.py",
 }  # fmt: skip
 ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "snapped or rounded before":
@@ -31,10 +34,12 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "_core/conversion.py:as_one_hot figures/_collapse_measures.py:spread_observations "
         "figures/_eigenvector_measures.py:intervals similarity/_inference.py:orders_of "
         "similarity/_orders.py:all_orders "
-        "measures/_probes.py:_check_groups measures/_probes.py:_shuffled models/_program.py:_layers_of "
+        "measures/_probes.py:_check_groups measures/_probes.py:_shuffled "
+        "models/_program.py:_layers_of "
         "similarity/_dissimilarity.py:_apart similarity/_kernels.py:_gram_apart "
         "measures/_probes.py:transfer_errors recipes/_grokking.py:observation_steps "
-        "training/_records.py:record_steps training/_records.py:log_spaced_steps rewrites/_bounds.py:_single "
+        "training/_records.py:record_steps training/_records.py:log_spaced_steps "
+        "rewrites/_bounds.py:_single "
         "rewrites/_matching.py:_moves training/_grids.py:_run "
         "koopman/_operators/_pairs.py:_merged linear/_families.py:_walk",
     "lengths of rows of zeros, which are exactly 0":
@@ -79,15 +84,26 @@ def is_slice(node):
 
 def decides(node):
     """What a node decides by equality or order of arrays, or by the place of rows."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ORDERS:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ORDERS
+    ):
         return node.func.attr
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
         sides = [node.left, *node.comparators]
-        known = any(isinstance(side, ast.Constant) and isinstance(side.value, (str, bytes)) for side in sides)
+        known = any(
+            isinstance(side, ast.Constant) and isinstance(side.value, (str, bytes))
+            for side in sides
+        )
         return "==" if any(map(is_slice, sides)) and not known else None
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
         inner = [part.func for part in ast.walk(node.left) if isinstance(part, ast.Call)]
-        return "arange %" if any(getattr(function, "attr", "") == "arange" for function in inner) else None
+        return (
+            "arange %"
+            if any(getattr(function, "attr", "") == "arange" for function in inner)
+            else None
+        )
     return None
 
 
@@ -111,12 +127,22 @@ def test_what_decides_by_equality_order_or_place_is_listed():
     listed = set(" ".join(ALLOWED.values()).split())
     new = {place: what for place, what in found.items() if place not in listed}
     assert not new, (
-        f"snap computed floats first (`dissociation._core.ties`), draw folds (`dissociation._core.splits`): {new}"
+        "snap computed floats first (`dissociation._core.ties`), draw folds "
+        f"(`dissociation._core.splits`): {new}"
     )
     assert not listed - found.keys(), f"no longer there: {listed - found.keys()}"
 
 
 def test_the_finder_finds():
-    lines = ["a[1:] == a[:-1]", "np.unique(x)", "x.argsort()", "jnp.arange(n) % k", "lax.top_k(x, 3)"]
+    lines = [
+        "a[1:] == a[:-1]",
+        "np.unique(x)",
+        "x.argsort()",
+        "jnp.arange(n) % k",
+        "lax.top_k(x, 3)",
+    ]
     assert all(decides(ast.parse(line, mode="eval").body) for line in lines)
-    assert not any(decides(ast.parse(line, mode="eval").body) for line in ["names[i] == 'a'", "x.shape == y.shape"])
+    assert not any(
+        decides(ast.parse(line, mode="eval").body)
+        for line in ["names[i] == 'a'", "x.shape == y.shape"]
+    )

@@ -9,7 +9,12 @@ JAX = "0.10.2"
 """Version of JAX for which the numbers hold."""
 
 PROGRAMS = {
-    "trajectories": {"koopman.fit": 2, "koopman.modes": 2, "koopman.predict": 2, "koopman.score": 3},
+    "trajectories": {
+        "koopman.fit": 2,
+        "koopman.modes": 2,
+        "koopman.predict": 2,
+        "koopman.score": 3,
+    },
     "delays": {
         "koopman.fit of delays": 3,  # and the slices that are its arguments
         "koopman.decompose": 1,
@@ -17,9 +22,11 @@ PROGRAMS = {
     },
     "transformer": {
         "neuron_groups": 0,
-        "permute": 2,  # the random order, and the arrays; the second is shared by all groups of one shape
+        # the random order, and the arrays; the second is shared by all groups of one shape
+        "permute": 2,
         "duplicate": 1,
-        "add_nuisance": 3,  # keys of the slots, the weights, and a run, as the model takes reciprocal roots
+        # keys of the slots, the weights, and a run, as the model takes reciprocal roots
+        "add_nuisance": 3,
         "scale": 2,  # the arrays, and what vanishes or overflows
         "rotate": 2,  # the random rotation, and the arrays
         "layer_inputs": 1,
@@ -54,7 +61,10 @@ PROGRAMS = {
 
 SLOW = ("transformer", "layers", "checks", "similarities", "sweep")
 """Jobs that compile for more than two seconds: nothing compiled before may be reused."""
-JOBS = [pytest.param(job.__name__, marks=pytest.mark.slow if job.__name__ in SLOW else ()) for job in first_calls.JOBS]
+JOBS = [
+    pytest.param(job.__name__, marks=pytest.mark.slow if job.__name__ in SLOW else ())
+    for job in first_calls.JOBS
+]
 
 
 @pytest.mark.skipif(jax.__version__ != JAX, reason=f"numbers of programs are those of JAX {JAX}")

@@ -1,9 +1,9 @@
 """Every public function, fed with what people feed by mistake: it is refused by name, or does the right thing.
 
-A row of the registry is a valid call. Every argument of it is replaced in turn by bad values of some twenty kinds,
-chosen by what its annotation says it is. What counts as a fault: an error that does not begin with the name of an
-argument, a hang, and acceptance without a word. NaN may pass if the result is NaN. Type checkers are not asked, as
-users do without them.
+A row of the registry is a valid call. Every argument of it is replaced in turn by bad values of
+some twenty kinds, chosen by what its annotation says it is. What counts as a fault: an error that
+does not begin with the name of an argument, a hang, and acceptance without a word. NaN may pass if
+the result is NaN. Type checkers are not asked, as users do without them.
 """
 
 import functools
@@ -36,14 +36,17 @@ NO_ROW = {
     "dissociation.training._members.take": "an index into arrays: test_members.py",
     "dissociation.training._members.per_batch": "takes a platform alone",
     "dissociation.models._representations.named": "what models of one's own call within",
-    "dissociation.models._representations.representations_of_example": "registered types; its callers check",
+    "dissociation.models._representations.representations_of_example": "registered types; its "
+    "callers check",
     "dissociation.rewrites._freedom.approached": "of an interval that `cka_range` has found",
     "dissociation.rewrites._sizes.refitted": "is registered on: test_growth.py",
     "dissociation.rewrites._barriers.renormalised": "takes a state: test_matching.py",
     "dissociation.recipes._grokking.initial_models": "a part of `train_grokking`",
     "dissociation.recipes._grokking.squared_error": "a loss that `fit` calls",
-    "dissociation.similarity._measures.custom_measure": "takes a function: test_similarity_pairs.py",
-    "dissociation.similarity._streaming.stream_moments": "takes batches: test_similarity_streaming.py",
+    "dissociation.similarity._measures.custom_measure": "takes a function: "
+    "test_similarity_pairs.py",
+    "dissociation.similarity._streaming.stream_moments": "takes batches: "
+    "test_similarity_streaming.py",
     "koopman.figures": "`Config` and `RunOptions` are checked whole: test_figures.py",
 }
 """Public names without a valid call in the registry, and why that is so."""
@@ -56,7 +59,9 @@ def is_module(value):
 def made_by_hand(module):
     """Whether the module has a constructor or checks of its own, as modules that users make have."""
     init = inspect.unwrap(vars(module)["__init__"])
-    return hasattr(module, "__check_init__") or init.__code__.co_filename != "<string>"  # that of dataclasses
+    return (
+        hasattr(module, "__check_init__") or init.__code__.co_filename != "<string>"
+    )  # that of dataclasses
 
 
 def gates_of(value):
@@ -75,7 +80,9 @@ def public_functions():
     for face, names in FACES.items():
         for name in names:
             function = getattr(importlib.import_module(face), name)
-            dotted = f"{getattr(function, '__module__', face)}.{getattr(function, '__qualname__', name)}"
+            dotted = (
+                f"{getattr(function, '__module__', face)}.{getattr(function, '__qualname__', name)}"
+            )
             if any(dotted == one or dotted.startswith(one + ".") for one in NO_ROW):
                 continue
             if inspect.isroutine(function) or (is_module(function) and made_by_hand(function)):
@@ -121,7 +128,11 @@ def has_fixed_axes(form):
 
 def arrays_of(function, call):
     """Names of the arguments that are arrays, and no keys."""
-    given = {name: value for name, value in call.items() if isinstance(value, np.ndarray | jax.Array) and value.ndim}
+    given = {
+        name: value
+        for name, value in call.items()
+        if isinstance(value, np.ndarray | jax.Array) and value.ndim
+    }
     rules = {name: rule_of(function, name) for name in given}
     return [name for name, rule in rules.items() if rule is not None and not rule.keys]
 
@@ -157,14 +168,28 @@ def bad_values(rule, value):
     """Kinds of bad input for an argument of this rule, where `value` is a good one."""
     bad = {kind: each for kind, (each, known) in ANYTHING.items() if known not in rule.plain}
     if rule.keys:
-        return bad | {"an integer": 3, "a float": 0.5, "keys": jax.random.split(jax.random.key(0), (2, 2))}
+        return bad | {
+            "an integer": 3,
+            "a float": 0.5,
+            "keys": jax.random.split(jax.random.key(0), (2, 2)),
+        }
     if rule.labels is not None:
         floats = np.linspace(0, 1, len(np.asarray(value)))
-        return bad | {"words": ["cat"] * len(np.asarray(value)), "floats": floats, "NaN": floats * np.nan}
+        return bad | {
+            "words": ["cat"] * len(np.asarray(value)),
+            "floats": floats,
+            "NaN": floats * np.nan,
+        }
     if isinstance(value, np.ndarray | jax.Array) and value.ndim:
         return bad | bad_arrays(rule, np.asarray(value))
     if rule.exact and all(form.place is not tuple for form in rule.forms):
-        scalars = {"True": True, "half": 1.5, "a list": [1.0, 2.0], "words": "1.0", "two numbers": np.ones(2)}
+        scalars = {
+            "True": True,
+            "half": 1.5,
+            "a list": [1.0, 2.0],
+            "words": "1.0",
+            "two numbers": np.ones(2),
+        }
         return bad | {kind: each for kind, each in scalars.items() if type(each) not in rule.exact}
     if str in rule.plain:
         return bad | {"a number": 3, "bytes": b"qr"}
@@ -172,7 +197,8 @@ def bad_values(rule, value):
 
 
 HOLE = re.compile(
-    r"\b(must|be|of|have|hold|take|than|with) ?[,.)]|\b(got|or|and) ?[,.]|[(\[] ?,|\s[,.](\s|$)|\b(got|or)\s*$| {2}"
+    r"\b(must|be|of|have|hold|take|than|with) ?[,.)]|\b(got|or|and) ?[,.]|[(\[] "
+    r"?,|\s[,.](\s|$)|\b(got|or)\s*$| {2}"
 )
 """A place of a message where words are missing."""
 
@@ -183,14 +209,22 @@ def check_refused(function, call, name, kind, value, reason):
             out = function(**call | {name: value})
         except (TypeError, ValueError) as error:
             if re.match(rf"`({'|'.join(call)})(\[.*\])?` must", str(error)):
-                if HOLE.search(re.sub(r"\[[-\d. einaf]*\]", "[]", str(error))):  # printed arrays have blanks
-                    raise AssertionError(f"{name} = {kind}: words are missing in: {error}") from error
+                if HOLE.search(
+                    re.sub(r"\[[-\d. einaf]*\]", "[]", str(error))
+                ):  # printed arrays have blanks
+                    raise AssertionError(
+                        f"{name} = {kind}: words are missing in: {error}"
+                    ) from error
                 return
             raise AssertionError(f"{name} = {kind}: obscure error: {error!r}") from error
         except Exception as error:
             raise AssertionError(f"{name} = {kind}: obscure error: {error!r}") from error
     if reason == "NaN":
-        leaves = [np.asarray(x) for x in jax.tree.leaves(out) if hasattr(x, "dtype") and x.dtype.kind in "fc"]
+        leaves = [
+            np.asarray(x)
+            for x in jax.tree.leaves(out)
+            if hasattr(x, "dtype") and x.dtype.kind in "fc"
+        ]
         shown = np.isnan if kind == "NaN" else lambda leaf: ~np.isfinite(leaf)
         assert any(shown(leaf).any() for leaf in leaves), (
             f"{name} = {kind}: accepted, and nothing in the result shows it"
@@ -245,7 +279,11 @@ def test_lengths_that_disagree_are_refused(function, make_call):
                 axes.setdefault(axis, []).append((name, i))
     for shared in axes.values():
         for name, i in shared if len(shared) > 1 else []:
-            if i < call[name].ndim and call[name].shape[i] > 1 and not passes(function, name, "length"):
+            if (
+                i < call[name].ndim
+                and call[name].shape[i] > 1
+                and not passes(function, name, "length")
+            ):
                 short = np.asarray(call[name]).take(range(call[name].shape[i] - 1), axis=i)
                 check_refused(function, call, name, f"axis {i} one shorter", short, "refused")
 
@@ -258,14 +296,24 @@ def same(first, second, tolerance):
             assert a.shape == b.shape
             if a.dtype.kind in "fc":
                 scale = max(1.0, float(np.nanmax(np.abs(np.asarray(a)), initial=0)))
-                np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance * scale, rtol=tolerance)
+                np.testing.assert_allclose(
+                    np.asarray(a), np.asarray(b), atol=tolerance * scale, rtol=tolerance
+                )
 
 
 def wide_arrays(function, call):
     """Names of arguments whose numbers are taken as floats, and differ."""
-    given = {name: x for name, x in call.items() if isinstance(x, np.ndarray | jax.Array) and x.dtype.kind == "f"}
-    rules = {name: rule_of(function, name) for name, x in given.items() if np.ptp(np.asarray(x)) > 0}
-    return [name for name, rule in rules.items() if rule is None or (rule.forms and rule.labels is None)]
+    given = {
+        name: x
+        for name, x in call.items()
+        if isinstance(x, np.ndarray | jax.Array) and x.dtype.kind == "f"
+    }
+    rules = {
+        name: rule_of(function, name) for name, x in given.items() if np.ptp(np.asarray(x)) > 0
+    }
+    return [
+        name for name, rule in rules.items() if rule is None or (rule.forms and rule.labels is None)
+    ]
 
 
 @every_row
@@ -278,7 +326,11 @@ def test_digits_that_float32_drops_are_said_or_kept(function, make_call):
             warnings.filterwarnings("error", rf"(Column \d+ of )?`{name}\b.*float32 keeps")
             try:
                 found = function(**call | {name: bad})
-            except (RuntimeWarning, TypeError, ValueError):  # said, or out of the range that the function takes
+            except (
+                RuntimeWarning,
+                TypeError,
+                ValueError,
+            ):  # said, or out of the range that the function takes
                 continue
             with jax.enable_x64(True):
                 wanted = function(**make_call() | {name: bad})
@@ -287,7 +339,8 @@ def test_digits_that_float32_drops_are_said_or_kept(function, make_call):
 
 MAY_DEPEND_ON_ORDER = {
     "dissociation.measures._collapse.class_moments": "`rest` is the rounding of the means",
-    "dissociation.measures._nearest.information": "errors are of parts: test_nearest_information.py",
+    "dissociation.measures._nearest.information": "errors are of parts: "
+    "test_nearest_information.py",
     "dissociation.similarity._dissimilarity.crossnobis_rsa": "rows run through the same conditions",
     "dissociation.similarity._dissimilarity.crossnobis_rdm": "rows run through the same conditions",
     "dissociation.similarity._dissimilarity.rdm": "pairs in one row",
@@ -304,14 +357,19 @@ QUICK = re.compile(
     r"dissociation\.(measures\._(collapse|crossing|hsic|nearest|smoothed|coordinates)"
     r"|similarity\._(kernels|shapes))"
 )
-BY_ORDER = [pytest.param(*row.values, id=row.id, marks=() if QUICK.match(row.id) else pytest.mark.slow) for row in ROWS]
+BY_ORDER = [
+    pytest.param(*row.values, id=row.id, marks=() if QUICK.match(row.id) else pytest.mark.slow)
+    for row in ROWS
+]
 
 
 def moved(array, order):
     """An array as it is, and with the samples of one axis or of all reordered."""
     axes = [axis for axis, size in enumerate(array.shape) if size == len(order)]
     chosen = [[], axes, *([axis] for axis in axes)]
-    return [functools.reduce(lambda x, axis: np.take(x, order, axis), some, array) for some in chosen]
+    return [
+        functools.reduce(lambda x, axis: np.take(x, order, axis), some, array) for some in chosen
+    ]
 
 
 @pytest.mark.parametrize(("function", "make_call"), BY_ORDER)
@@ -319,7 +377,11 @@ def moved(array, order):
 def test_the_order_of_samples_does_not_matter(function, make_call):
     call = make_call()
     rules = {name: rule_of(function, name) for name in arrays_of(function, call)}
-    names = [name for name, rule in rules.items() if rule.forms and rule.forms[0].dims.split()[:1] == ["n"]]
+    names = [
+        name
+        for name, rule in rules.items()
+        if rule.forms and rule.forms[0].dims.split()[:1] == ["n"]
+    ]
     if not names or "key" in call or NAMES[function] in MAY_DEPEND_ON_ORDER:
         return
     order = np.random.default_rng(0).permutation(len(call[names[0]]))
@@ -330,5 +392,8 @@ def test_the_order_of_samples_does_not_matter(function, make_call):
         if isinstance(a, np.ndarray | jax.Array | float):
             a, b = np.asarray(a), np.asarray(b)
             scale = max(1e-6, np.abs(np.nan_to_num(a, posinf=0, neginf=0)).max(initial=0))
-            close = [np.allclose(each, b, rtol=2e-3, atol=2e-3 * scale, equal_nan=True) for each in moved(a, order)]
+            close = [
+                np.allclose(each, b, rtol=2e-3, atol=2e-3 * scale, equal_nan=True)
+                for each in moved(a, order)
+            ]
             assert any(close), (a, b)

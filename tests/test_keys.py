@@ -1,7 +1,7 @@
 """No key is used for two purposes: the keys that samplers consume are recorded in every figure of both packages.
 
-Whoever asks `jax.random` for a draw, a split or a fold is told by the place in the project that asks. The key itself is
-seen when the compiled program runs.
+Whoever asks `jax.random` for a draw, a split or a fold is told by the place in the project that
+asks. The key itself is seen when the compiled program runs.
 """
 
 import dataclasses
@@ -20,7 +20,16 @@ import pytest
 import dissociation.figures
 import koopman.figures
 from dissociation.data import load
-from dissociation.figures import collapse, eigenvectors, freedom, manifold, planted, robustness, similarity, transfer
+from dissociation.figures import (
+    collapse,
+    eigenvectors,
+    freedom,
+    manifold,
+    planted,
+    robustness,
+    similarity,
+    transfer,
+)
 from dissociation.training import Epochs, Online, Save, fit, make_step
 from koopman.figures import ordered_mnist, spectra
 
@@ -30,7 +39,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = tuple(str(ROOT / package) + "/" for package in ("dissociation", "koopman"))
 
 SHARED = {
-    # A seed's networks under several weight decays begin alike, see the same batches, and are measured alike.
+    # A seed's networks under several weight decays begin alike, see the same batches, and are
+    # measured alike.
     "dissociation/models/_layers.py draw_weights: uniform",
     "dissociation/training/_samplers.py Epochs.plan.order: permutation",
     "dissociation/figures/_collapse_measures.py Information.__call__: normal",
@@ -84,7 +94,9 @@ class Ledger:
 
     def repeated(self):
         """Places that drew from one key more than once."""
-        return {place for places in self.draws.values() for place, times in places.items() if times > 1}
+        return {
+            place for places in self.draws.values() for place, times in places.items() if times > 1
+        }
 
 
 LEDGER = Ledger()
@@ -120,7 +132,11 @@ def _told(function, kind, key_data=jax.random.key_data, key_impl=jax.random.key_
 
 
 def _takes_a_key(name, function):
-    if name in ("clone", "key_data", "key_impl") or not callable(function) or inspect.isclass(function):
+    if (
+        name in ("clone", "key_data", "key_impl")
+        or not callable(function)
+        or inspect.isclass(function)
+    ):
         return False
     return next(iter(inspect.signature(function).parameters), "") == "key"
 
@@ -143,7 +159,9 @@ def drawn_and_split(key):
 
 def as_it_should_be(key):
     first, second = jax.random.split(key)
-    steps = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(second, i), (3,)))(jnp.arange(4))
+    steps = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(second, i), (3,)))(
+        jnp.arange(4)
+    )
     return jax.random.permutation(first, 5), steps
 
 
@@ -162,18 +180,37 @@ SMALL = {"num_seeds": 2, "num_epochs": 1, "num_train": 200, "num_test": 40, "wid
 
 
 def collapse_in_small():
-    sizes = {"num_steps": 3, "num_images": 40, "num_test": 40, "num_train": 40, "batch_size": 20, "seeds": (42, 43)}
+    sizes = {
+        "num_steps": 3,
+        "num_images": 40,
+        "num_test": 40,
+        "num_train": 40,
+        "batch_size": 20,
+        "seeds": (42, 43),
+    }
     config = dataclasses.replace(collapse.Config().quick(), **sizes, weight_decays=(0.1, 0.3))
     collapse.compute(config, key=jax.random.PRNGKey(42))  # one of the networks' own seeds
 
 
 def ordered_digits_in_small(monkeypatch):
     models = ("classifier", "vamp", "contrastive", "dpnets", "autoencoder", "orthogonal")
-    sizes = {"num_seeds": 2, "num_epochs": 1, "oracle_epochs": 1, "num_train": 33, "num_validation": 20, "num_test": 20}
-    config = dataclasses.replace(ordered_mnist.Config().quick(), **sizes, batch_size=16, models=models)
+    sizes = {
+        "num_seeds": 2,
+        "num_epochs": 1,
+        "oracle_epochs": 1,
+        "num_train": 33,
+        "num_validation": 20,
+        "num_test": 20,
+    }
+    config = dataclasses.replace(
+        ordered_mnist.Config().quick(), **sizes, batch_size=16, models=models
+    )
 
     def nothing(config, name, networks, train, test, norm):
-        return {kind: np.stack([value] * 2) for kind, value in ordered_mnist._nothing(config, test).items()}
+        return {
+            kind: np.stack([value] * 2)
+            for kind, value in ordered_mnist._nothing(config, test).items()
+        }
 
     # Forecasts draw nothing, and take most of the time.
     monkeypatch.setattr(ordered_mnist, "_evaluated", nothing)
@@ -187,12 +224,25 @@ IN_SMALL = {
         {"num_epochs": 1, "num_train": 100, "num_test": 30, "batch_size": 50},
     ),
     "freedom": (freedom.Config(), SMALL | {"num_samples": 30, "num_zero": 4}),
-    "manifold": (manifold.Config().quick(), {"num_tasks": 2, "num_steps": 3, "pair_steps": 2, "num_scales": 2}),
+    "manifold": (
+        manifold.Config().quick(),
+        {"num_tasks": 2, "num_steps": 3, "pair_steps": 2, "num_scales": 2},
+    ),
     "planted": (
         planted.Config().quick(),
-        {"num_epochs": 1, "num_train": 200, "width": 16, "num_shown": 10, "num_more": 20, "num_passes": 1},
+        {
+            "num_epochs": 1,
+            "num_train": 200,
+            "width": 16,
+            "num_shown": 10,
+            "num_more": 20,
+            "num_passes": 1,
+        },
     ),
-    "robustness": (robustness.Config(), SMALL | {"num_scales": 2, "num_zero": 4, "published_null": True}),
+    "robustness": (
+        robustness.Config(),
+        SMALL | {"num_scales": 2, "num_zero": 4, "published_null": True},
+    ),
     "similarity": (
         similarity.Config(),
         SMALL
@@ -200,7 +250,10 @@ IN_SMALL = {
         | {"measures": ("rsa",), "rewrite_measures": ("svcca",)},
     ),
     "spectra": (spectra.Config().quick(), {"lengths": (200, 300), "num_trajectories": 2}),
-    "transfer": (transfer.Config(), SMALL | {"num_budgets": 1, "num_splits": 2, "num_zero": 4, "gradient_steps": 2}),
+    "transfer": (
+        transfer.Config(),
+        SMALL | {"num_budgets": 1, "num_splits": 2, "num_zero": 4, "gradient_steps": 2},
+    ),
 }
 
 
@@ -239,8 +292,12 @@ def test_members_with_their_own_batches_draw_from_keys_of_their_own(ledger):
     for seed, (own_draws, count) in enumerate(itertools.product((False, True), (1, 2))):
         drawn = Online(lambda key: jax.random.normal(key, (4, 2)))
         sampler = drawn if own_draws else Epochs(jnp.ones((10, 2)), 4, shared=False)
-        step, keys = make_step(loss, optax.sgd(0.1), micro_batches=count), jax.random.split(jax.random.key(seed), 3)
-        # Over several devices the last member is repeated where they do not divide the members, and so are its keys.
+        step, keys = (
+            make_step(loss, optax.sgd(0.1), micro_batches=count),
+            jax.random.split(jax.random.key(seed), 3),
+        )
+        # Over several devices the last member is repeated where they do not divide the members, and
+        # so are its keys.
         fit(jnp.ones((3, 2)), step, sampler, num_steps=7, key=keys, save=Save(observe), mesh=None)
         assert ledger.faults() == []
         assert ledger.repeated() == set()

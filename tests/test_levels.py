@@ -70,7 +70,10 @@ def test_imports_go_down(path):
 
 def test_modules_do_not_import_each_other_in_circles():
     modules = [path for path in FILES if path.name != "__init__.py"]
-    graph = {dotted(path): {name for name in imported_modules(path) if is_module(name)} for path in modules}
+    graph = {
+        dotted(path): {name for name in imported_modules(path) if is_module(name)}
+        for path in modules
+    }
     assert list(TopologicalSorter(graph).static_order())
 
 
@@ -79,7 +82,9 @@ def is_application(path):
     return path.parent == ROOT / "koopman" / "figures"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if not is_application(p)], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if not is_application(p)], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_the_library_imports_from_the_modules_that_define(path):
     through = [
         f"{module}.{name}"
@@ -96,14 +101,21 @@ def code_of_pages():
             yield path, code
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         cells = json.loads(path.read_text())["cells"]
-        yield path, "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    for path in [*sorted((ROOT / "benchmarks").glob("*.py")), *sorted((ROOT / "koopman" / "figures").glob("*.py"))]:
+        yield (
+            path,
+            "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"),
+        )
+    for path in [
+        *sorted((ROOT / "benchmarks").glob("*.py")),
+        *sorted((ROOT / "koopman" / "figures").glob("*.py")),
+    ]:
         if path.name != "__init__.py":
             yield path, path.read_text()
 
 
 @pytest.mark.parametrize(
-    ("path", "code"), [pytest.param(path, code, id=str(path.relative_to(ROOT))) for path, code in code_of_pages()]
+    ("path", "code"),
+    [pytest.param(path, code, id=str(path.relative_to(ROOT))) for path, code in code_of_pages()],
 )
 def test_pages_notebooks_benchmarks_and_applications_import_public_names(path, code):
     own = dotted(path.parent / "__init__.py") if path.suffix == ".py" else ""
@@ -112,9 +124,13 @@ def test_pages_notebooks_benchmarks_and_applications_import_public_names(path, c
             whole = f"{module}.{name}".rstrip(".")
             if own == "koopman.figures" and whole == "dissociation._core.checks":
                 continue  # as the rest of koopman
-            assert not any(part.startswith("_") for part in whole.split(".")), f"{path} imports {whole}"
+            assert not any(part.startswith("_") for part in whole.split(".")), (
+                f"{path} imports {whole}"
+            )
             shown = module in FACES and name in FACES[module]
-            assert not name or shown or is_module(whole), f"{path} imports {whole}, which no folder lists"
+            assert not name or shown or is_module(whole), (
+                f"{path} imports {whole}, which no folder lists"
+            )
 
 
 def test_tests_import_by_its_public_name_what_has_one():
@@ -127,19 +143,25 @@ def test_tests_import_by_its_public_name_what_has_one():
     }  # fmt: skip
     for path in (ROOT / "tests").rglob("*.py"):
         for pair in imports(path.read_text()):
-            assert pair not in behind or "._" not in pair[0], f"{path} imports {'.'.join(pair)}: {behind[pair]}"
+            assert pair not in behind or "._" not in pair[0], (
+                f"{path} imports {'.'.join(pair)}: {behind[pair]}"
+            )
 
 
 def names_in(path):
     """Dotted names of modules, and of what is taken of them, that a file imports or spells out."""
     source = path.read_text()
     yield from (f"{module}.{name}".rstrip(".") for module, name in imports(source))
-    yield from (ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute))
+    yield from (
+        ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)
+    )
 
 
 def test_what_may_change_in_jax_is_imported_in_one_place():
     private = re.compile(r"jax(lib)?\.(_(?!_)|extend\b)")
-    found = {str(path.relative_to(ROOT)) for path in FILES if any(map(private.match, names_in(path)))}
+    found = {
+        str(path.relative_to(ROOT)) for path in FILES if any(map(private.match, names_in(path)))
+    }
     assert found == {"dissociation/_core/_compat.py"}
 
 
@@ -152,11 +174,15 @@ def test_what_breaks_with_another_jax_is_named(name, monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     else:
         monkeypatch.delattr(sys.modules[module], attribute)
-    with pytest.raises(ImportError, match=f"JAX {jax.__version__} lacks {module}.*, needed for {re.escape(needed)}"):
+    with pytest.raises(
+        ImportError, match=f"JAX {jax.__version__} lacks {module}.*, needed for {re.escape(needed)}"
+    ):
         getattr(_compat, name)
 
 
 def test_a_parameter_that_a_rule_reads_is_named_where_it_is_missing():
     gone = SimpleNamespace(primitive=jax.lax.transpose_p, params={})
-    with pytest.raises(ImportError, match=r"lacks \['permutation'\] of transpose, needed for `neuron_groups`"):
+    with pytest.raises(
+        ImportError, match=r"lacks \['permutation'\] of transpose, needed for `neuron_groups`"
+    ):
         _compat.parameters(gone)

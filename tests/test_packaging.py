@@ -26,8 +26,15 @@ FOLDERS = [name for name in FACES if (ROOT / Path(*name.split("."))).is_dir()]
 def test_public_names_are_what_type_checkers_see(name):
     package = importlib.import_module(name)
     tree = ast.parse(Path(package.__file__).read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If) and node.test.id == "TYPE_CHECKING")
-    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    block = next(
+        node for node in tree.body if isinstance(node, ast.If) and node.test.id == "TYPE_CHECKING"
+    )
+    seen = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert sorted(seen) == sorted(package.__all__)
     for public, module in seen.items():
         assert getattr(package, public) is getattr(importlib.import_module(module), public)
@@ -35,7 +42,9 @@ def test_public_names_are_what_type_checkers_see(name):
 
 
 def test_the_names_that_users_look_for_are_at_the_top():
-    assert {"fit", "fit_grid", "linear_cka", "MEASURES", "neuron_groups", "bmap"} <= set(dir(dissociation))
+    assert {"fit", "fit_grid", "linear_cka", "MEASURES", "neuron_groups", "bmap"} <= set(
+        dir(dissociation)
+    )
     assert {"fit", "Ridge", "lagged_pairs", "decompose"} <= set(dir(koopman))
 
 
@@ -49,7 +58,9 @@ def test_no_name_hides_a_module(name):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_an_unknown_name_is_an_error(package):
-    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'nonsense'"):
+    with pytest.raises(
+        AttributeError, match=f"module '{package.__name__}' has no attribute 'nonsense'"
+    ):
         _ = package.nonsense
 
 
@@ -60,17 +71,33 @@ def test_a_dependency_that_fails_is_named(monkeypatch):
     training = importlib.import_module("dissociation.training")
     monkeypatch.delitem(vars(training), "CsvLog", raising=False)
     monkeypatch.setattr(importlib, "import_module", fails)
-    with pytest.raises(ImportError, match="dissociation.training._records cannot be imported: a dependency lacks"):
+    with pytest.raises(
+        ImportError, match="dissociation.training._records cannot be imported: a dependency lacks"
+    ):
         _ = training.CsvLog
 
 
 def test_an_import_loads_no_other_package():
-    said = "import sys, dissociation.figures, koopman.figures; print({name.split('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {said}"],
+    said = (
+        "import sys, dissociation.figures, koopman.figures; print({name.split('.')[0] for "
+        "name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", "import sys; sys.path.insert(0, "
+                                                       f"{str(ROOT)!r}); {said}"],
                           capture_output=True, text=True, check=True)  # fmt: skip
     loaded = ast.literal_eval(done.stdout)
     assert "koopman" in loaded
-    assert not loaded & {"jax", "numpy", "scipy", "matplotlib", "optax", "equinox", "tyro", "treescope", "tqdm"}
+    assert not loaded & {
+        "jax",
+        "numpy",
+        "scipy",
+        "matplotlib",
+        "optax",
+        "equinox",
+        "tyro",
+        "treescope",
+        "tqdm",
+    }
 
 
 @pytest.mark.slow
@@ -83,7 +110,9 @@ for name, public in {FACES}.items():
         getattr(importlib.import_module(name), one)
 print(len(xla_bridge._backends))
 """
-    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", said], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == "0"
 
 
@@ -109,14 +138,27 @@ def test_the_users_file_runs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("added", ["", "wrong: str = koopman.fit\n", "from dissociation import nonsense\n"])
+@pytest.mark.parametrize(
+    "added", ["", "wrong: str = koopman.fit\n", "from dissociation import nonsense\n"]
+)
 def test_a_strict_type_checker_complains_of_nothing_but_what_is_wrong(tmp_path, added):
     written = Path(users_file.__file__).read_text()
     (tmp_path / "users_file.py").write_text(written + added)
     settings = {"include": ["users_file.py"], "typeCheckingMode": "strict", "pythonVersion": "3.11"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--outputjson", "-p", tmp_path]
+    command = [
+        sys.executable,
+        "-m",
+        "basedpyright",
+        "--pythonpath",
+        sys.executable,
+        "--outputjson",
+        "-p",
+        tmp_path,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    errors = [one for one in json.loads(done.stdout)["generalDiagnostics"] if one["severity"] == "error"]
+    errors = [
+        one for one in json.loads(done.stdout)["generalDiagnostics"] if one["severity"] == "error"
+    ]
     lines = {one["range"]["start"]["line"]: one["message"] for one in errors}
     assert set(lines) == ({written.count("\n")} if added else set()), lines

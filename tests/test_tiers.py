@@ -33,7 +33,11 @@ FULL = {
 
 
 def test_marks_are_in_listed_files_alone():
-    files = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py") if "mark.full" in path.read_text()}
+    files = {
+        str(path.relative_to(FOLDER))
+        for path in FOLDER.rglob("*.py")
+        if "mark.full" in path.read_text()
+    }
     assert files - {Path(__file__).name} == set(FULL)
 
 

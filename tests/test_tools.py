@@ -13,14 +13,21 @@ import pytest
 def report(name, seconds, *marks, shared=0.0):
     numbers = {"cpu": seconds, "shared": shared, "programs": 0}
     return SimpleNamespace(
-        when="call", nodeid=name, keywords=dict.fromkeys(marks, 1), user_properties=[*numbers.items()]
+        when="call",
+        nodeid=name,
+        keywords=dict.fromkeys(marks, 1),
+        user_properties=[*numbers.items()],
     )
 
 
 @pytest.mark.parametrize(("seconds", "fails"), [(5.9, False), (6.1, True)])
 def test_tests_above_the_limit_are_listed_and_far_above_fail(seconds, fails):
     measured = cpu_seconds.CpuSeconds(6.0)
-    for row in (report("a::slow", 9.0, "slow"), report("a::full", 9.0, "full"), report("a::short", 1.9)):
+    for row in (
+        report("a::slow", 9.0, "slow"),
+        report("a::full", 9.0, "full"),
+        report("a::short", 1.9),
+    ):
         measured.pytest_runtest_logreport(row)
     measured.pytest_runtest_logreport(report("a::long", seconds, shared=11.0))
     assert measured.above(1) == [(11.0, "a, shared fixtures"), (seconds, "a::long")]
@@ -39,14 +46,23 @@ def test_the_oldest_programs_go(tmp_path):
 
 
 def test_every_module_has_tests_that_mutants_meet():
-    assert [path for path in mutate.modules(mutate.ROOT) if not mutate.tests_of(path, mutate.ROOT)] == []
-    assert [path for path in mutate.TESTED_BY if not (mutate.ROOT / f"{path.replace('.', '/')}.py").exists()] == []
+    assert [
+        path for path in mutate.modules(mutate.ROOT) if not mutate.tests_of(path, mutate.ROOT)
+    ] == []
+    assert [
+        path
+        for path in mutate.TESTED_BY
+        if not (mutate.ROOT / f"{path.replace('.', '/')}.py").exists()
+    ] == []
 
 
 def test_a_stored_mutant_is_found_by_the_text_of_its_line(tmp_path):
     module = tmp_path / "module.py"
     module.write_text("a = 1 + b\nc = 2 * d\n")
-    rows = [mutate.stored(mutant, tmp_path) for mutant in mutate.draw(random.Random(0), 2, tmp_path, ["module.py"])]
+    rows = [
+        mutate.stored(mutant, tmp_path)
+        for mutant in mutate.draw(random.Random(0), 2, tmp_path, ["module.py"])
+    ]
     module.write_text("import b\n\na = 1 + b\nc = 3 * d\n")
     for row in rows:
         mutant, is_stored = mutate.restored(row, random.Random(0), tmp_path)

@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 ENTRIES = {
-    "jex": ("jax.extend.core", None, "reading programs, for `neuron_groups`, rewrites and checkpoints"),
+    "jex": (
+        "jax.extend.core",
+        None,
+        "reading programs, for `neuron_groups`, rewrites and checkpoints",
+    ),
     "threefry2x32_p": ("jax.extend.random", "threefry2x32_p", "`keys.normal`"),
 }
 """Module, attribute (None: the module itself) and dependent feature, by name."""
@@ -44,9 +48,17 @@ def parameters(equation: Any) -> dict[str, Any]:
     if name == "scan" and "ft_in" in params:  # as JAX 0.12 groups a loop's operands
         consts, carry, _ = params["ft_in"].unpack()
         params = params | {"num_consts": len(consts), "num_carry": len(carry)}
-    wanted = {each for names, primitives in PARAMETERS.items() if name in primitives.split() for each in names.split()}
+    wanted = {
+        each
+        for names, primitives in PARAMETERS.items()
+        if name in primitives.split()
+        for each in names.split()
+    }
     if lacks := sorted(wanted - params.keys()):
-        words = f"JAX {jax.__version__} lacks {lacks} of {name}, needed for `neuron_groups`. Install an older JAX."
+        words = (
+            f"JAX {jax.__version__} lacks {lacks} of {name}, needed for `neuron_groups`. "
+            "Install an older JAX."
+        )
         raise ImportError(words)
     return params
 
@@ -68,4 +80,6 @@ def __getattr__(name: str) -> Any:
         return found if attribute is None else getattr(found, attribute)
     except (ImportError, AttributeError) as error:
         lacks = module if attribute is None else f"{module}.{attribute}"
-        raise ImportError(f"JAX {jax.__version__} lacks {lacks}, needed for {needed}. Install an older JAX.") from error
+        raise ImportError(
+            f"JAX {jax.__version__} lacks {lacks}, needed for {needed}. Install an older JAX."
+        ) from error

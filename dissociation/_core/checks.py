@@ -24,7 +24,9 @@ class WrongValue(ValueError):
 def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
     """Raise a `WrongValue`, "`name` must `wanted`, got `got`. `advice`."."""
     tail = f" {advice}." if advice else ""
-    raise WrongValue(f"`{name}` must {wanted}, got {str(got).removesuffix('.') or 'nothing'}.{tail}")
+    raise WrongValue(
+        f"`{name}` must {wanted}, got {str(got).removesuffix('.') or 'nothing'}.{tail}"
+    )
 
 
 def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
@@ -33,7 +35,9 @@ def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn
     raise TypeError(f"`{name}` must {wanted}, got {str(got).removesuffix('.') or 'nothing'}.{tail}")
 
 
-def warn(message: str, category: type[Warning] = RuntimeWarning, *, gates: int = sys.maxsize) -> None:
+def warn(
+    message: str, category: type[Warning] = RuntimeWarning, *, gates: int = sys.maxsize
+) -> None:
     """Warn at the user's line, unless more than `gates` calls of `validated` functions lie in between."""
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
@@ -58,7 +62,9 @@ def check_known(reason: str, *, advice: str = "Call it outside of jit", **given:
     """Raise if arrays of an argument are traced, which `reason` does not allow."""
     for name, value in given.items():
         if any(map(is_traced, jax.tree.leaves(value))):
-            fail_kind(name, f"be known: {reason}" if reason else "be known", "a traced value", advice)
+            fail_kind(
+                name, f"be known: {reason}" if reason else "be known", "a traced value", advice
+            )
 
 
 def _check_range(name: str, value: Any, wanted: str, *, zero: bool) -> None:
@@ -74,7 +80,9 @@ def _check_range(name: str, value: Any, wanted: str, *, zero: bool) -> None:
 def check_single(name: str, value: Any) -> None:
     """Raise unless `value` is a scalar, known or traced."""
     if np.ndim(value):
-        fail(name, "be a single number", f"shape {np.shape(value)}", "Map over several by `jax.vmap`")
+        fail(
+            name, "be a single number", f"shape {np.shape(value)}", "Map over several by `jax.vmap`"
+        )
 
 
 def check_positive(name: str, value: Any) -> None:
@@ -145,7 +153,9 @@ def check_call(name: str, function: Any, arguments: Sequence[str], advice: str =
         try:
             signature.bind(*arguments)
         except TypeError:
-            fail_kind(name, f"take {len(arguments)} arguments ({', '.join(arguments)})", signature, advice)
+            fail_kind(
+                name, f"take {len(arguments)} arguments ({', '.join(arguments)})", signature, advice
+            )
 
 
 def check_takes(name: str, model: Any, example: Any) -> Any:
@@ -162,7 +172,9 @@ def check_takes(name: str, model: Any, example: Any) -> Any:
         first = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
         if first.startswith(f"`{name}` must "):
             raise
-        raise TypeError(f"`{name}` must {wanted} (a single model, no stacked ones), got an error: {first}.") from error
+        raise TypeError(
+            f"`{name}` must {wanted} (a single model, no stacked ones), got an error: {first}."
+        ) from error
 
 
 def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
@@ -177,7 +189,9 @@ def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
     return output
 
 
-def check_same_length(first: str, length: int, second: str, other: int, meaning: str = "samples") -> None:
+def check_same_length(
+    first: str, length: int, second: str, other: int, meaning: str = "samples"
+) -> None:
     """Raise unless two arguments have the same number of `meaning`."""
     if length != other:
         fail(second, f"have as many {meaning} as `{first}` ({length})", other)

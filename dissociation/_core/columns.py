@@ -81,12 +81,19 @@ def doubts_of(table: Any, run: Any = None) -> Doubts:
         if distinct > 1 and len(blocks) == distinct and blocks.min() > 1:
             found.runs.append(label)
             starts = starts | changes
-        elif 1 < distinct < number and (kind == "O" or (whole and number >= FEWEST and 4 * distinct <= number)):
+        elif 1 < distinct < number and (
+            kind == "O" or (whole and number >= FEWEST and 4 * distinct <= number)
+        ):
             found.labels.append(label)
     for label, kind, values in columns:
         if kind == "M":
             found.clocks.append(label)
-        elif kind in "iuf" and label not in found.runs and number >= FEWEST and (rises := _rise(values, starts)):
+        elif (
+            kind in "iuf"
+            and label not in found.runs
+            and number >= FEWEST
+            and (rises := _rise(values, starts))
+        ):
             (found.clocks if rises == "always" else found.wraps).append(label)
             if label in found.labels:
                 found.labels.remove(label)
@@ -149,12 +156,23 @@ def advice_on(doubts: Doubts, table: Any, reading: Reading) -> str:
     marked = [label for part in doubts for label in part]
     if not reading.in_time:
         labels = [*doubts.runs, *doubts.labels]
-        groups = f". Rows of one label depend on each other: groups={labels[0]!r}, where it is taken" if labels else ""
-        return f"Drop them, frame.drop(columns={marked}); if all are features, pass frame.to_numpy(){groups}"
-    others = [label for label in table.columns if label not in (*marked, reading.time, *reading.runs)]
+        groups = (
+            f". Rows of one label depend on each other: groups={labels[0]!r}, where it is taken"
+            if labels
+            else ""
+        )
+        return (
+            f"Drop them, frame.drop(columns={marked}); if all are features, pass "
+            f"frame.to_numpy(){groups}"
+        )
+    others = [
+        label for label in table.columns if label not in (*marked, reading.time, *reading.runs)
+    ]
     numbers = [label for label in table.columns if label not in (reading.time, *reading.runs)]
     numbers = [label for label in numbers if table[label].dtype.kind in "biuf"]
-    as_states = f"columns={numbers}" if reading.takes_names and len(numbers) < 9 else "frame.to_numpy()"
+    as_states = (
+        f"columns={numbers}" if reading.takes_names and len(numbers) < 9 else "frame.to_numpy()"
+    )
     as_states = f"If {marked} are states, pass {as_states}"
     pairs = _pairs(doubts, table, reading)
     if not pairs and doubts.wraps and not reading.runs:
@@ -191,7 +209,9 @@ def _call(table: Any, run: Any, time: Any, columns: Any, others: Any, reading: R
         return f"{counted} to count rows as steps, because those of {time!r} are uneven"
     parts = [*(named if isinstance(named, list) else [named] * (named is not None)), "part"]
     cut = f"frame.assign(part=(frame[{time!r}].diff() > {1.5 * step:.4g}).cumsum())"
-    called = reading.call(parts if len(parts) > 1 else "part", time, others if columns is not None else None)
+    called = reading.call(
+        parts if len(parts) > 1 else "part", time, others if columns is not None else None
+    )
     return f"{called} of {cut}, which cuts runs at gaps"
 
 
@@ -199,9 +219,14 @@ def _begins(table: Any, label: Any, reading: Reading, columns: Any) -> str:
     """Return the words that advise runs which begin where times start again."""
     if label in table.columns:
         begins = f"frame.assign(run=(frame[{label!r}].diff() <= 0).cumsum())"
-        return f"If a run begins where {label!r} starts again, {reading.call('run', label, columns)} of {begins}"
+        return (
+            f"If a run begins where {label!r} starts again, "
+            f"{reading.call('run', label, columns)} of {begins}"
+        )
     begins = "frame.assign(run=(numpy.diff(frame.index, prepend=frame.index[:1]) < 0).cumsum())"
-    return f"If a run begins where the index starts again, pass run='run' of {begins} to lagged_pairs"
+    return (
+        f"If a run begins where the index starts again, pass run='run' of {begins} to lagged_pairs"
+    )
 
 
 def advice_on_restarts(table: Any, reading: Reading) -> str:
@@ -211,7 +236,9 @@ def advice_on_restarts(table: Any, reading: Reading) -> str:
     rest = table[[label for label in table.columns if label not in (*named, *states)]]
     doubts = doubts_of(rest) if len(table) > 1 and rest.shape[1] else Doubts([], [], [], [])
     times = (
-        np.asarray(getattr(table.index, "asi8", table.index)) if reading.time is None else _numbers(table, reading.time)
+        np.asarray(getattr(table.index, "asi8", table.index))
+        if reading.time is None
+        else _numbers(table, reading.time)
     )
     if table.index.nlevels > 1 and reading.time is None:
         return "Several rows have one time: keep one of them, or name what tells them apart by run="
@@ -222,7 +249,10 @@ def advice_on_restarts(table: Any, reading: Reading) -> str:
             names = [*reading.runs, label]
             run = names if len(names) > 1 else label
             calls = reading._replace(by_index=False) if reading.time is None else reading
-            return f"Rows of one time differ in {label!r}: {calls.call(run, reading.time, reading.columns)}"
+            return (
+                f"Rows of one time differ in {label!r}: "
+                f"{calls.call(run, reading.time, reading.columns)}"
+            )
     falls = np.diff(times.astype(float)) <= 0
     if not reading.runs and 0 < 4 * falls.sum() <= len(falls):
         return _begins(table, reading.time, reading, reading.columns)
@@ -241,19 +271,33 @@ def _pairs(doubts: Doubts, table: Any, reading: Reading) -> list[tuple[Any, Any]
     times = [*doubts.wraps, *doubts.clocks, *levels, *doubts.runs, *others]
     times = times if reading.time is None else [reading.time]
     numbers = {time: _numbers(table, time) for time in times}
-    numbers = {time: values for time, values in numbers.items() if values.dtype.kind in "iuf" and len(values) > 1}
-    falls = {time: bool((np.diff(values.astype(float)) <= 0).any()) for time, values in numbers.items()}
+    numbers = {
+        time: values
+        for time, values in numbers.items()
+        if values.dtype.kind in "iuf" and len(values) > 1
+    }
+    falls = {
+        time: bool((np.diff(values.astype(float)) <= 0).any()) for time, values in numbers.items()
+    }
     codes = {run: labels_of(table, run).factorize()[0] for run in runs}
     pairs = [
         (r, t)
         for r in runs
         for t in numbers
-        if r != t and (rises_within(codes[r], numbers[t]) or (len(table) >= FEWEST and _even_within(table, r, t)))
+        if r != t
+        and (
+            rises_within(codes[r], numbers[t])
+            or (len(table) >= FEWEST and _even_within(table, r, t))
+        )
     ]
     # A clock starts again in each run, which is rarely labelled by a measured number.
     pairs.sort(key=lambda pair: (_is_measured(table, pair[0]), not falls[pair[1]]))
     first = pairs[:1]
-    reverse = [pair for pair in pairs if first and pair == first[0][::-1] and not _is_measured(table, pair[0])]
+    reverse = [
+        pair
+        for pair in pairs
+        if first and pair == first[0][::-1] and not _is_measured(table, pair[0])
+    ]
     reverse = [pair for pair in reverse if _even_within(table, *pair)]
     return first + reverse
 
@@ -262,7 +306,9 @@ def _is_measured(table: Any, label: Any) -> bool:
     """Return True for dates, and for floating-point numbers that are not all whole."""
     values = labels_of(table, label)
     numbers = np.asarray(values) if getattr(values.dtype, "kind", "O") == "f" else None
-    return hasattr(values, "asi8") or (numbers is not None and not (numbers == np.round(numbers)).all())
+    return hasattr(values, "asi8") or (
+        numbers is not None and not (numbers == np.round(numbers)).all()
+    )
 
 
 def _even_within(table: Any, run: Any, time: Any) -> bool:
@@ -276,7 +322,11 @@ def _even_within(table: Any, run: Any, time: Any) -> bool:
 
 def labels_of(table: Any, label: Any) -> Any:
     """Return a column or an index level of a frame as an index; text of dates as dates."""
-    values = table[[label]].set_index(label).index if label in table.columns else table.index.get_level_values(label)
+    values = (
+        table[[label]].set_index(label).index
+        if label in table.columns
+        else table.index.get_level_values(label)
+    )
     first = values[0] if len(values) else None
     if isinstance(first, str) and _DATES.match(first):
         with suppress(ValueError, TypeError):

@@ -28,7 +28,9 @@ KINDS = ("bool", "int", "float", "complex")
 def number_kind(dtype: Any) -> str:
     """Return one of `KINDS`, "key", or "" for entries that are no numbers."""
     kinds = (kind for kind, parent in _PARENTS.items() if jnp.issubdtype(dtype, parent))
-    return "" if jnp.issubdtype(dtype, np.timedelta64) else next(kinds, "")  # NumPy counts spans of time as integers
+    return (
+        "" if jnp.issubdtype(dtype, np.timedelta64) else next(kinds, "")
+    )  # NumPy counts spans of time as integers
 
 
 def as_array(
@@ -61,7 +63,8 @@ def to_device(array: Any, dtype: Any = None) -> jax.Array:
     if not isinstance(array, np.ndarray | np.generic):
         return jnp.asarray(array, dtype)
     kept = jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype)
-    # A CPU would share the memory of an aligned array, which its owner may change before the program runs.
+    # A CPU would share the memory of an aligned array, which its owner may change before the
+    # program runs.
     return jax.device_put(np.array(array, kept))
 
 
@@ -72,7 +75,9 @@ def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
         array = as_array(name, part, "numbers [samples, ...]")
         check_fits(name, array)
         if number_kind(array.dtype) == "float":
-            warn_narrowed(name, array, gates=sys.maxsize)  # no outer function has checked these arrays
+            warn_narrowed(
+                name, array, gates=sys.maxsize
+            )  # no outer function has checked these arrays
         array = to_device(array)
         if finite:
             check_finite(name, array)
@@ -117,7 +122,9 @@ def refuse_nested(name: str, value: Any, array: Any, most: int) -> None:
     # Deeper lists are ambiguous: one array, or a list of arrays.
     if isinstance(value, (list, tuple)) and array.ndim > most:
         advice = "Pass numpy.asarray(...) if they are one array"
-        fail(name, "be an array, or a list of arrays", f"nested lists of shape {array.shape}", advice)
+        fail(
+            name, "be an array, or a list of arrays", f"nested lists of shape {array.shape}", advice
+        )
 
 
 def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
@@ -146,11 +153,16 @@ def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
     with np.errstate(all="ignore"):
         kept = rows.astype(working)
         rounding = rows.astype(np.float64) - kept
-        mean, deviation = np.abs(rows.mean(0, dtype=np.float64)), (rows - rows.min(0)).std(0, dtype=np.float64)
-        # Rounding to float32 is about 2 ** -25 of the mean, or zero for numbers such as small integers.
+        mean, deviation = (
+            np.abs(rows.mean(0, dtype=np.float64)),
+            (rows - rows.min(0)).std(0, dtype=np.float64),
+        )
+        # Rounding to float32 is about 2 ** -25 of the mean, or zero for numbers such as small
+        # integers.
         dropped = np.std(rounding, 0) / deviation
         exact = kept.astype(rows.dtype) == rows
-    # Two or three numbers may lie close by chance, and a constant may vary by the rounding of float64.
+    # Two or three numbers may lie close by chance, and a constant may vary by the rounding of
+    # float64.
     lost = dropped > (LOST_DIGITS * 2.0**-25 if len(rows) > 3 else 0.01)
     lost &= deviation > 64 * np.finfo(np.float64).eps * mean
     if kind == "int":
@@ -160,10 +172,16 @@ def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
     worst = int(np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0)))
     most = np.finfo(working).precision + 1
     digits = np.clip(np.log10(deviation[worst] / mean[worst]) + most, 0, most)
-    wider = ", or call jax.config.update('jax_enable_x64', True) at the start" if working == np.float32 else ""
+    wider = (
+        ", or call jax.config.update('jax_enable_x64', True) at the start"
+        if working == np.float32
+        else ""
+    )
     warn(
-        f"{f'Column {worst} of ' if array.ndim > 1 else ''}`{name}` varies by {deviation[worst]:.2g} about "
-        f"{mean[worst]:.2g}: {working} keeps {digits:.0f} digits of it. Subtract the means first{wider}.",
+        f"{f'Column {worst} of ' if array.ndim > 1 else ''}`{name}` varies by "
+        f"{deviation[worst]:.2g} about "
+        f"{mean[worst]:.2g}: {working} keeps {digits:.0f} digits of it. Subtract the means "
+        f"first{wider}.",
         gates=gates,
     )
 
@@ -184,7 +202,12 @@ def common_dtype(names: list[str], arrays: list[Any]) -> Any:
 def check_fits(name: str, array: Any, dtype: Any = None) -> None:
     """Raise if integers are out of the range of `dtype`, by default JAX's."""
     kept = jax.dtypes.canonicalize_dtype(array.dtype) if dtype is None else dtype
-    if is_traced(array) or kept == array.dtype or number_kind(array.dtype) != "int" or not array.size:
+    if (
+        is_traced(array)
+        or kept == array.dtype
+        or number_kind(array.dtype) != "int"
+        or not array.size
+    ):
         return
     limits, known = np.iinfo(kept), np.asarray(array)
     extreme = known.max() if known.max() > limits.max else known.min()
@@ -196,7 +219,11 @@ def check_fits(name: str, array: Any, dtype: Any = None) -> None:
 def check_pixels(name: str, images: Any) -> None:
     """Raise if images hold integers above 1."""
     array = as_array(name, images)
-    if not is_traced(array) and number_kind(array.dtype) == "int" and (most := np.asarray(array).max()) > 1:
+    if (
+        not is_traced(array)
+        and number_kind(array.dtype) == "int"
+        and (most := np.asarray(array).max()) > 1
+    ):
         advice = "Divide grey levels by 255; give integers that are meant as they are as floats"
         fail(name, "be numbers, for pixels from 0 to 1", f"integers up to {most}", advice)
 
@@ -212,14 +239,22 @@ def kind_words(numbers: frozenset[str]) -> str:
 
 def as_key(name: str, value: Any, ndims: tuple[int, ...]) -> Any:
     """Return a random key, typed or raw, or keys with one of the numbers of axes `ndims`."""
-    one, several = "jax.random.key(0)", "be random keys, one per member, as `jax.random.split(jax.random.key(0), 3)`"
+    one, several = (
+        "jax.random.key(0)",
+        "be random keys, one per member, as `jax.random.split(jax.random.key(0), 3)`",
+    )
     wanted = f"be a random key, as `{one}` makes it" if 0 in ndims else f"{several} makes them"
     is_raw = getattr(value, "dtype", None) == np.uint32 and value.shape[-1:] == (2,)
     if not is_raw and not (isinstance(value, jax.Array) and number_kind(value.dtype) == "key"):
         fail_kind(name, wanted, describe(value))
     shape = value.shape[:-1] if is_raw else value.shape
     if len(shape) not in ndims:
-        fail(name, wanted, f"keys of shape {shape}", "Map over keys by `jax.vmap`" if 0 in ndims else "")
+        fail(
+            name,
+            wanted,
+            f"keys of shape {shape}",
+            "Map over keys by `jax.vmap`" if 0 in ndims else "",
+        )
     return to_device(value) if is_raw else value
 
 
@@ -256,7 +291,12 @@ def _checked_labels(name: str, labels: Any, *, soft: bool = False, may_be_empty:
         fail(name, f"be {wanted}", f"one column, shape {labels.shape}", "Take it out: labels[:, 0]")
     if labels.ndim == 1:
         if number_kind(labels.dtype) not in ("int", "bool"):
-            fail_kind(name, f"be {wanted}", f"dtype {labels.dtype}", "If they are integers, pass labels.astype(int)")
+            fail_kind(
+                name,
+                f"be {wanted}",
+                f"dtype {labels.dtype}",
+                "If they are integers, pass labels.astype(int)",
+            )
         labels = labels.astype(int) if labels.dtype == np.bool_ else labels
         # Under a trace, results computed from JAX arrays are traced, so NumPy checks known labels.
         if not is_traced(labels) and labels.size and (least := int(np.min(np.asarray(labels)))) < 0:

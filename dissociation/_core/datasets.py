@@ -37,9 +37,9 @@ def make_dataset(
 ) -> "xarray.Dataset":
     """Return a dataset of arrays with named axes.
 
-    An array named as its only axis becomes a coordinate. The second of two equal axes is called `other_<axis>`. An axis
-    without coordinate that differs in length between arrays is called `<axis>_<length>`. Attributes of compound types
-    become JSON.
+    An array named as its only axis becomes a coordinate. The second of two equal axes is called
+    `other_<axis>`. An axis without coordinate that differs in length between arrays is called
+    `<axis>_<length>`. Attributes of compound types become JSON.
     """
     import xarray
 
@@ -50,16 +50,24 @@ def make_dataset(
         if len(axes[name]) != array.ndim:
             fail("dims", f"name the axes of {name}, of shape {array.shape}", axes[name])
     indices = {name for name in host if axes[name] == (name,)}
-    sizes = {pair for name, array in host.items() for pair in zip(axes[name], array.shape, strict=True)}
+    sizes = {
+        pair for name, array in host.items() for pair in zip(axes[name], array.shape, strict=True)
+    }
     counts = Counter(axis for axis, _ in sizes)
     several = {axis for axis, count in counts.items() if count > 1} - indices
     axes = {name: tuple(_distinct(own, host[name].shape, several)) for name, own in axes.items()}
     for axis in {axis for own in axes.values() for axis in own} - indices:
         if (same := axis.removeprefix("other_")) in indices:
             host[axis], axes[axis] = host[same], (axis,)
-    made = {name: (axes[name], array, {"units": units[name]} if name in units else {}) for name, array in host.items()}
+    made = {
+        name: (axes[name], array, {"units": units[name]} if name in units else {})
+        for name, array in host.items()
+    }
     known = as_json(attrs)
-    plain = {name: value if type(value) in (str, int, float) else json.dumps(value) for name, value in known.items()}
+    plain = {
+        name: value if type(value) in (str, int, float) else json.dumps(value)
+        for name, value in known.items()
+    }
     return xarray.Dataset(made, attrs=plain).set_coords(list(coords))
 
 
@@ -124,9 +132,10 @@ def save_results(dataset: "xarray.Dataset", path: str | os.PathLike[str]) -> Pat
     """Write a dataset to a file that `load_results` reads, atomically, and return its path.
 
     Args:
-        dataset: Dataset of a figure or of `to_xarray`: numbers, booleans or text; coordinates have one axis.
-        path: Path that ends in ".npz", or in ".nc" (needs h5netcdf). Complex numbers in ".nc" have the HDF5 form of
-            h5py and NumPy.
+        dataset: Dataset of a figure or of `to_xarray`: numbers, booleans or text; coordinates have
+            one axis.
+        path: Path that ends in ".npz", or in ".nc" (needs h5netcdf). Complex numbers in ".nc" have
+            the HDF5 form of h5py and NumPy.
 
     Raises:
         ValueError: If the path ends otherwise, or a name is reserved or holds a slash.
@@ -144,7 +153,11 @@ def save_results(dataset: "xarray.Dataset", path: str | os.PathLike[str]) -> Pat
         for name in arrays:
             check_name("dataset", name)
         dims = {name: array.dims for name, array in dataset.variables.items()}
-        units = {name: array.attrs["units"] for name, array in dataset.variables.items() if "units" in array.attrs}
+        units = {
+            name: array.attrs["units"]
+            for name, array in dataset.variables.items()
+            if "units" in array.attrs
+        }
         rest = {"coords": list(dataset.coords), "units": units, "attrs": dataset.attrs}
         texts = {_AXES: np.asarray(json.dumps(dims)), _REST: np.asarray(json.dumps(rest))}
         with replacing(target) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -154,9 +167,18 @@ def save_results(dataset: "xarray.Dataset", path: str | os.PathLike[str]) -> Pat
                     np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
     elif target.suffix == ".nc":
         _netcdf()
-        rest = json.dumps({"dtypes": {name: array.dtype.str for name, array in arrays.items()}, "attrs": dataset.attrs})
+        rest = json.dumps(
+            {
+                "dtypes": {name: array.dtype.str for name, array in arrays.items()},
+                "attrs": dataset.attrs,
+            }
+        )
         # A checksum of each block, which tells of bits that changed on the disk.
-        numbers = [name for name, array in arrays.items() if array.ndim and array.size and array.dtype.kind in "biuf"]
+        numbers = [
+            name
+            for name, array in arrays.items()
+            if array.ndim and array.size and array.dtype.kind in "biuf"
+        ]
         encoding = {name: {"fletcher32": True} for name in numbers}
         drawn = io.BytesIO()
         marked = dataset.assign_attrs({_REST: rest})
@@ -186,14 +208,18 @@ def load_results(path: str | os.PathLike[str]) -> "xarray.Dataset":
     if source.suffix not in (".npz", ".nc"):
         fail("path", "end in .npz or .nc", source.name)
     if source.exists() and not source.is_file() and not source.is_dir():
-        raise OSError(errno.EINVAL, "It must be a regular file, got a device or a pipe", str(source))
+        raise OSError(
+            errno.EINVAL, "It must be a regular file, got a device or a pipe", str(source)
+        )
     source.open("rb").close()  # a missing or unreadable file is not a broken one
     if source.suffix == ".nc":
         _netcdf()
     try:
         return _read_npz(source) if source.suffix == ".npz" else _read_netcdf(source)
     except Exception as error:
-        raise RefusedFile(f"{source} is broken, or not a file of results: {reason_of(error)}.") from error
+        raise RefusedFile(
+            f"{source} is broken, or not a file of results: {reason_of(error)}."
+        ) from error
 
 
 def check_sizes(path: str | os.PathLike[str]) -> None:
@@ -202,10 +228,16 @@ def check_sizes(path: str | os.PathLike[str]) -> None:
         for info in archive.infolist():
             with archive.open(info) as entry:
                 version = np.lib.format.read_magic(entry)
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                read = (
+                    np.lib.format.read_array_header_1_0
+                    if version == (1, 0)
+                    else np.lib.format.read_array_header_2_0
+                )
                 shape, _, dtype = read(entry)
             if math.prod(shape) * dtype.itemsize > info.file_size:
-                raise ValueError(f"{info.filename} announces shape {shape} of {dtype}, more than it holds")
+                raise ValueError(
+                    f"{info.filename} announces shape {shape} of {dtype}, more than it holds"
+                )
 
 
 def _read_npz(path: Path) -> "xarray.Dataset":
@@ -225,12 +257,19 @@ def _read_npz(path: Path) -> "xarray.Dataset":
 def _read_netcdf(path: Path) -> "xarray.Dataset":
     import xarray
 
-    options = {"engine": "h5netcdf", "decode_times": False, "decode_timedelta": False, "phony_dims": "access"}
+    options = {
+        "engine": "h5netcdf",
+        "decode_times": False,
+        "decode_timedelta": False,
+        "phony_dims": "access",
+    }
     with xarray.open_dataset(path, **options) as file:
         data = file.load()
     rest = json.loads(data.attrs[_REST])
     kinds = {name: data[name].values.astype(kind) for name, kind in rest["dtypes"].items()}
-    data = data.assign({name: (data[name].dims, values, data[name].attrs) for name, values in kinds.items()})
+    data = data.assign(
+        {name: (data[name].dims, values, data[name].attrs) for name, values in kinds.items()}
+    )
     data.attrs = rest["attrs"]
     return data
 
@@ -239,4 +278,6 @@ def _netcdf() -> None:
     try:
         importlib.import_module("h5netcdf")
     except ImportError as error:
-        raise ImportError("h5netcdf must be installed for .nc files: pip install 'dissociation[netcdf]'.") from error
+        raise ImportError(
+            "h5netcdf must be installed for .nc files: pip install 'dissociation[netcdf]'."
+        ) from error

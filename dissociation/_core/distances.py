@@ -20,7 +20,8 @@ def squared_distances_with_size(
 ) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
     """Return `squared_distances` and the magnitudes whose rounding they carry, for `ties.snapped`."""
     norms = root(jnp.sum(x**2, 1))
-    # About the row nearest to the mean: an offset cancels, and integers stay integers, so equal distances are equal.
+    # About the row nearest to the mean: an offset cancels, and integers stay integers, so equal
+    # distances are equal.
     middle = jnp.argmin(jnp.sum((x - jnp.mean(x, 0)[None]) ** 2, 1))
     moved = x - x[middle][None]
     lengths = jnp.sum(moved**2, 1)
@@ -66,15 +67,21 @@ def cosine_distances_with_size(
     return jnp.where(unknown, 1.0, distances), jnp.where(far, 0.5 + x.shape[1] ** 0.5 / 256, size)
 
 
-def typical(distances: Float[Array, "n n"], among: Bool[Array, "n n"] | None = None) -> Float[Array, ""]:
+def typical(
+    distances: Float[Array, "n n"], among: Bool[Array, "n n"] | None = None
+) -> Float[Array, ""]:
     """Return the median over pairs i < j, or those `among` them, the mean if the median is 0, or 1."""
     number = distances.shape[0]
     if number < 2:
         return jnp.ones((), distances.dtype)
     if among is None:
-        distances = distances.reshape(-1)[1:].reshape(number - 1, number + 1)[:, :-1]  # i != j: every pair twice
+        distances = distances.reshape(-1)[1:].reshape(number - 1, number + 1)[
+            :, :-1
+        ]  # i != j: every pair twice
     middle, mean = median(distances, among), jnp.mean(distances, where=among)
-    return jnp.where(middle > 0, middle, jnp.where(mean > 0, mean, jnp.where(jnp.isnan(mean), jnp.nan, 1.0)))
+    return jnp.where(
+        middle > 0, middle, jnp.where(mean > 0, mean, jnp.where(jnp.isnan(mean), jnp.nan, 1.0))
+    )
 
 
 def median(values: Float[Array, "*b"], among: Bool[Array, "*b"] | None = None) -> Float[Array, ""]:

@@ -26,7 +26,9 @@ def reason_of(error: Exception) -> str:
         return f"it lacks {error}"
     if isinstance(error, json.JSONDecodeError):
         return f"what it says of its arrays is no JSON ({error})"
-    if str(error).startswith(("Object arrays cannot be loaded", "Cannot load file containing pickled")):
+    if str(error).startswith(
+        ("Object arrays cannot be loaded", "Cannot load file containing pickled")
+    ):
         # NumPy advises to trust it.
         return "it holds Python objects, which are not read, or no arrays at all"
     return str(error).rstrip(".") or type(error).__name__
@@ -79,7 +81,9 @@ def followed(path: str | os.PathLike[str]) -> Path:
     """Return the target of a symbolic link, or any other path unchanged."""
     target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
     if os.path.islink(target):  # `realpath` returns a link only if links form a loop
-        raise OSError(errno.ELOOP, "Path must lead to a file, got a loop of symbolic links", str(path))
+        raise OSError(
+            errno.ELOOP, "Path must lead to a file, got a loop of symbolic links", str(path)
+        )
     return target
 
 
@@ -138,7 +142,10 @@ def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
         OSError: If another process holds it; the message names `subject`.
     """
     path = Path(lock)
-    holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    holder = (
+        f"process {os.getpid()} on {socket.gethostname()} since "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S')}"
+    )
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _lock_file(path, subject)
@@ -158,7 +165,10 @@ def _lock_file(path: Path, subject: object) -> FileIO:
         file = open(path, "ab+", buffering=0, opener=_without_links)  # noqa: SIM115
         try:
             if not _lock(file.fileno()):
-                message = f"The file system of {path} has no locks: nothing keeps another process from using {subject}."
+                message = (
+                    f"The file system of {path} has no locks: nothing keeps another "
+                    f"process from using {subject}."
+                )
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
                 return file
             with suppress(FileNotFoundError):
@@ -168,7 +178,9 @@ def _lock_file(path: Path, subject: object) -> FileIO:
             file.seek(0)
             holder = file.read().decode(errors="replace").strip() or "another process"
             file.close()
-            raise BlockingIOError(f"{subject} is in use by {holder}. Wait for it to end, or stop it.") from None
+            raise BlockingIOError(
+                f"{subject} is in use by {holder}. Wait for it to end, or stop it."
+            ) from None
         except OSError:
             file.close()
             raise

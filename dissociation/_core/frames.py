@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 
 from dissociation._core.checks import fail, fail_kind
-from dissociation._core.columns import Reading, advice_on, advice_on_restarts, are_even, doubts_of, is_text, labels_of
+from dissociation._core.columns import (
+    Reading,
+    advice_on,
+    advice_on_restarts,
+    are_even,
+    doubts_of,
+    is_text,
+    labels_of,
+)
 
 _ROWS = "frame.reset_index(drop=True) counts rows as steps"
 
@@ -15,17 +23,27 @@ _ROWS = "frame.reset_index(drop=True) counts rows as steps"
 def as_trajectories(name: str, value: Any, reading: Reading, *, one: bool = False) -> Any:
     """Return frames as arrays in order of time, one per run; other values unchanged."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        fail_kind(name, "be trajectories", f"{type(value).__name__}, in which they are cut into pairs")
+        fail_kind(
+            name, "be trajectories", f"{type(value).__name__}, in which they are cut into pairs"
+        )
     several = isinstance(value, (list, tuple))
     parts = list(value) if several else [value]
     reading = _checked_names(reading)
     if not any(map(is_table, parts)):
         for argument in ("time", "run", "columns"):
             if getattr(reading, argument) is not None:
-                fail(argument, f"be None unless `{name}` is a frame", repr(getattr(reading, argument)))
+                fail(
+                    argument,
+                    f"be None unless `{name}` is a frame",
+                    repr(getattr(reading, argument)),
+                )
         return value
     if len(orders := {order: None for part in parts if (order := _states(part, reading))}) > 1:
-        fail(name, "hold frames of the same columns in one order", " and ".join(str(list(order)) for order in orders))
+        fail(
+            name,
+            "hold frames of the same columns in one order",
+            " and ".join(str(list(order)) for order in orders),
+        )
     runs, steps = [], []
     for i, part in enumerate(parts):
         label = f"{name}[{i}]" if several else name
@@ -38,7 +56,11 @@ def as_trajectories(name: str, value: Any, reading: Reading, *, one: bool = Fals
     _check_one_step(name, steps)
     if one and len(runs) > 1 and not several:
         fail(name, "be one trajectory", f"{len(runs)} runs", "Pass one at a time, frame.loc[[run]]")
-    split = len(runs) > 1 or reading.run is not None or getattr(getattr(value, "index", None), "nlevels", 1) > 1
+    split = (
+        len(runs) > 1
+        or reading.run is not None
+        or getattr(getattr(value, "index", None), "nlevels", 1) > 1
+    )
     return runs if several or (split and not one) else runs[0]
 
 
@@ -49,13 +71,21 @@ def _checked_names(reading: Reading) -> Reading:
         parts = given if isinstance(given, list | tuple) and argument != "time" else [given]
         for part in parts:
             if hasattr(part, "shape") or isinstance(part, dict | list | set):
-                wanted = f"name {'columns' if argument == 'columns' else 'a column, an index level or a dimension'}"
+                wanted = (
+                    "name "
+                    f"{'columns' if argument == 'columns' else 'a column, an index level or a dimension'}"
+                )
                 fail_kind(
-                    argument, wanted, f"an object of type {type(part).__name__}", "Add it to the frame as a column"
+                    argument,
+                    wanted,
+                    f"an object of type {type(part).__name__}",
+                    "Add it to the frame as a column",
                 )
         if argument != "time" and given is not None and not len(parts):
             fail(argument, "name at least one column", "none")
-    return reading._replace(columns=[reading.columns]) if isinstance(reading.columns, str) else reading
+    return (
+        reading._replace(columns=[reading.columns]) if isinstance(reading.columns, str) else reading
+    )
 
 
 def _check_one_step(name: str, steps: list[Any]) -> None:
@@ -65,7 +95,12 @@ def _check_one_step(name: str, steps: list[Any]) -> None:
         # Mean steps of two trajectories may differ as much as the steps within one.
         if kind == first and abs(step - other) > max(spread, varies) + 1e-6 * max(step, other):
             unit = " s" if kind == "dates" else ""
-            fail(name, "have one time step", f"{other:.6g}{unit} and {step:.6g}{unit}", f"Resample them; {_ROWS}")
+            fail(
+                name,
+                "have one time step",
+                f"{other:.6g}{unit} and {step:.6g}{unit}",
+                f"Resample them; {_ROWS}",
+            )
 
 
 def is_table(value: Any) -> bool:
@@ -78,7 +113,9 @@ def _states(table: Any, reading: Reading) -> tuple[Any, ...]:
     named = (reading.time, *reading.runs)
     if is_table(table) and hasattr(table, "dims"):
         named = ("time", *named)
-        own = [table.indexes[dim] for dim in table.dims if dim in table.indexes and dim not in named]
+        own = [
+            table.indexes[dim] for dim in table.dims if dim in table.indexes and dim not in named
+        ]
         return tuple(own[0]) if len(own) == 1 else tuple(map(tuple, own))
     if reading.columns is not None:
         return tuple(reading.columns)
@@ -94,13 +131,24 @@ def _runs_of_rows(name: str, table: Any, reading: Reading, steps: list[Any]) -> 
     runs = [labels_of(table, run) for run in reading.runs]
     time = None if reading.time is None else labels_of(table, reading.time)
     if time is not None and getattr(time, "hasnans", False):
-        fail(name, f"have a time in every row of {reading.time!r}", "missing ones", "Drop these rows")
+        fail(
+            name, f"have a time in every row of {reading.time!r}", "missing ones", "Drop these rows"
+        )
     levels = [i for i, level in enumerate(table.index.names) if level is None or level not in named]
     wanted = (time is None) + (not runs)
     if table.index.nlevels > 1 and levels and wanted:
         if len(levels) != wanted:
-            advice = "Pass time= and run=" if reading.takes_names else "Use lagged_pairs(frame, time=..., run=...)"
-            fail(name, "have an index of two levels, run and time", f"levels {list(table.index.names)}", advice)
+            advice = (
+                "Pass time= and run="
+                if reading.takes_names
+                else "Use lagged_pairs(frame, time=..., run=...)"
+            )
+            fail(
+                name,
+                "have an index of two levels, run and time",
+                f"levels {list(table.index.names)}",
+                advice,
+            )
         runs = runs or [table.index.get_level_values(levels[0])]
         time = table.index.get_level_values(levels[-1]) if time is None else time
     elif levels and time is None and not (reading.runs and _counts_rows(table.index)):
@@ -118,7 +166,13 @@ def _runs_of_rows(name: str, table: Any, reading: Reading, steps: list[Any]) -> 
         if time is not None:
             if reading.time is not None:
                 rows = rows[np.asarray(time[rows].argsort(kind="stable"))]
-            _check_steps(f"{name}{label}", time[rows], steps, lambda: advice_on_restarts(table, reading), reading.time)
+            _check_steps(
+                f"{name}{label}",
+                time[rows],
+                steps,
+                lambda: advice_on_restarts(table, reading),
+                reading.time,
+            )
         found.append(values[rows, 0] if series else values[rows])
     return found
 
@@ -140,7 +194,11 @@ def _counts_rows(index: Any) -> bool:
 def _with_coordinates(array: Any, reading: Reading) -> Any:
     """Return an array of two dimensions as a frame, if labels of its rows are coordinates; else None."""
     stacked = [dim for dim in array.dims if getattr(array.indexes.get(dim), "nlevels", 1) > 1]
-    named = [label for label in (reading.time, *reading.runs) if label is not None and label not in array.dims]
+    named = [
+        label
+        for label in (reading.time, *reading.runs)
+        if label is not None and label not in array.dims
+    ]
     named = [label for label in named if label in array.coords and array.coords[label].ndim == 1]
     rows = stacked[:1] or [array.coords[label].dims[0] for label in named[:1]]
     if array.ndim != 2 or not rows:
@@ -165,7 +223,9 @@ def _check_coordinates(name: str, array: Any, time: Any) -> None:
         fail(name, f"be one trajectory along {time!r}", f"what may be runs in {labels}", advice)
 
 
-def _runs_of_dimensions(name: str, array: Any, reading: Reading, listed: bool, steps: list[Any]) -> list[np.ndarray]:
+def _runs_of_dimensions(
+    name: str, array: Any, reading: Reading, listed: bool, steps: list[Any]
+) -> list[np.ndarray]:
     """Return the states of each run of an array of xarray, [time, ...]."""
     time = "time" if reading.time is None else reading.time
     if (frame := _with_coordinates(array, reading)) is not None:
@@ -173,15 +233,27 @@ def _runs_of_dimensions(name: str, array: Any, reading: Reading, listed: bool, s
     for dim in (time, *reading.runs):
         if dim not in array.dims:
             advice = f"Pass time=, one of {array.dims}" if reading.takes_names else "Rename it"
-            fail(name, f"have a dimension {dim!r}", f"dimensions {array.dims}", f"{advice}, or pass array.to_numpy()")
+            fail(
+                name,
+                f"have a dimension {dim!r}",
+                f"dimensions {array.dims}",
+                f"{advice}, or pass array.to_numpy()",
+            )
     if array.ndim - len(reading.runs) > 2 and not listed:
         advice = "For several runs pass run=, or list(array); for one [array]; or array.to_numpy()"
-        fail(name, "be of dimensions (time, state), or a list of such arrays", f"dimensions {array.dims}", advice)
+        fail(
+            name,
+            "be of dimensions (time, state), or a list of such arrays",
+            f"dimensions {array.dims}",
+            advice,
+        )
     _check_coordinates(name, array, time)
     if time in array.indexes:
         array = array if reading.time is None else array.sortby(time)
         restart = "array.sortby(...) puts rows in order"
-        _check_steps(name, array.indexes[time], steps, lambda: restart, time, f"array.drop_vars({time!r})")
+        _check_steps(
+            name, array.indexes[time], steps, lambda: restart, time, f"array.drop_vars({time!r})"
+        )
     ordered = array.transpose(*reading.runs, time, ...).to_numpy()
     return list(ordered.reshape(-1, *ordered.shape[len(reading.runs) :]))
 
@@ -193,12 +265,20 @@ def _numbers(name: str, table: Any, reading: Reading, run: np.ndarray | None) ->
     states = table[list(_states(table, reading))] if table.columns.is_unique else table
     if reading.columns is None:
         check_columns(name, states, reading=reading, whole=table, run=run)
-    kinds = {label: getattr(dtype, "kind", "O") for label, dtype in zip(states.columns, states.dtypes, strict=True)}
+    kinds = {
+        label: getattr(dtype, "kind", "O")
+        for label, dtype in zip(states.columns, states.dtypes, strict=True)
+    }
     if wrong := [label for label, kind in kinds.items() if kind not in "biuf"]:
         advice = "Drop them"
         if reading.takes_names:
-            advice = f"If they label runs, pass run={[*reading.runs, *wrong]}; else select the states by columns=[...]"
-        fail_kind(name, "hold real numbers in every column", f"text, dates or objects in {wrong}", advice)
+            advice = (
+                f"If they label runs, pass run={[*reading.runs, *wrong]}; else select the "
+                "states by columns=[...]"
+            )
+        fail_kind(
+            name, "hold real numbers in every column", f"text, dates or objects in {wrong}", advice
+        )
     values = np.asarray(states)  # of objects, if numbers are of several kinds or missing
     return states.to_numpy(float, na_value=np.nan) if values.dtype == object else values
 
@@ -217,11 +297,28 @@ def check_columns(
     own = _states(table, Reading())
     first, other = (known if known is not None else {}).setdefault(f"columns {axis}", (own, name))
     if own != first and set(own) == set(first):
-        fail(name, f"have its columns in the order of `{other}`", list(own), f"Use frame[{list(first)}]")
+        fail(
+            name,
+            f"have its columns in the order of `{other}`",
+            list(own),
+            f"Use frame[{list(first)}]",
+        )
     if hasattr(table, "dims"):
-        if labels := [dim for dim in table.dims[1:] if dim == "time" or hasattr(table.indexes.get(dim), "asi8")]:
-            advice = f"Use {'lagged_pairs, or ' * reading.in_time}array.transpose; if they are states, array.to_numpy()"
-            fail(name, "have states along all dimensions but the first", f"times along {labels}", advice)
+        if labels := [
+            dim
+            for dim in table.dims[1:]
+            if dim == "time" or hasattr(table.indexes.get(dim), "asi8")
+        ]:
+            advice = (
+                f"Use {'lagged_pairs, or ' * reading.in_time}array.transpose; if they are "
+                "states, array.to_numpy()"
+            )
+            fail(
+                name,
+                "have states along all dimensions but the first",
+                f"times along {labels}",
+                advice,
+            )
         return
     columns = getattr(table, "columns", ())
     if hasattr(columns, "asi8"):
@@ -236,7 +333,11 @@ def check_columns(
     words = ("clocks", "clocks that start again", "runs", "labels that come back")
     got = [f"{text} in {labels}" for text, labels in zip(words, doubts, strict=True) if labels]
     if got:
-        wanted = "hold states alone in its columns" if reading.in_time else "hold features alone in its columns"
+        wanted = (
+            "hold states alone in its columns"
+            if reading.in_time
+            else "hold features alone in its columns"
+        )
         fail(
             name,
             wanted,
@@ -255,17 +356,23 @@ def _check_steps(
 ) -> None:
     """Raise unless times increase in even steps, which are added to `found`.
 
-    `restarts` returns advice for times that do not increase; `column` is the name of the times, if the call gives it,
-    and `without` the table without times.
+    `restarts` returns advice for times that do not increase; `column` is the name of the times, if
+    the call gives it, and `without` the table without times.
     """
-    index = index.to_timestamp() if hasattr(index, "to_timestamp") and hasattr(index, "start_time") else index
+    index = (
+        index.to_timestamp()
+        if hasattr(index, "to_timestamp") and hasattr(index, "start_time")
+        else index
+    )
     times = np.asarray(getattr(index, "asi8", index))
     rows = f"{without} counts rows as steps"
     if column is not None and without.startswith("frame"):
         rows = f"without time={column!r}, and the states as columns=[...], rows are steps"
     if times.dtype.kind not in "iuf":
         label = (
-            "" if index.name is None else f"If {index.name!r} labels runs, lagged_pairs(frame, run={index.name!r}). "
+            ""
+            if index.name is None
+            else f"If {index.name!r} labels runs, lagged_pairs(frame, run={index.name!r}). "
         )
         advice = f"{label}Times take pandas.to_datetime; {rows}"
         fail_kind(name, "have an index of numbers or dates", f"one of {index.dtype}", advice)
@@ -278,13 +385,21 @@ def _check_steps(
         repeats = (steps == 0).sum() + 1 + (steps < 0).sum() < len(times) / 2
         if column is None and index.name is not None and not repeats:
             advice = f"If {index.name!r} labels runs, lagged_pairs(frame, run={index.name!r})"
-        fail(name, "have an index that increases", f"{index[at + 1]} after {index[at]}", f"{advice}; {rows}")
+        fail(
+            name,
+            "have an index that increases",
+            f"{index[at + 1]} after {index[at]}",
+            f"{advice}; {rows}",
+        )
     with warnings.catch_warnings():  # pandas 3 warns that `inferred_freq` will change its type
         warnings.simplefilter("ignore")
         calendar = getattr(index, "inferred_freq", None) is not None  # months are even, too
     if not calendar and not are_even(times):
         most, usual = (int(np.argsort(steps)[at]) for at in (-1, len(steps) // 2))
-        got = f"{index[most + 1]} after {index[most]}, where {index[usual + 1]} comes after {index[usual]}"
+        got = (
+            f"{index[most + 1]} after {index[most]}, where {index[usual + 1]} comes after "
+            f"{index[usual]}"
+        )
         fail(
             name,
             "have an index of even steps",
@@ -301,13 +416,21 @@ def check_same_rows(given: dict[str, Any]) -> None:
     known: tuple[str, Any] | None = None
     for name, value in given.items():
         parts = (
-            list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            list(value.values())
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, list | tuple)
+            else [value]
         )
         for part in parts if parts and hasattr(parts[0], "iloc") else ():
             index = getattr(part, "index", None)
             if index is None or known is None:
                 known = known or (name, index)
-            elif len(index) == len(known[1]) and not index.equals(known[1]) and set(index) == set(known[1]):
+            elif (
+                len(index) == len(known[1])
+                and not index.equals(known[1])
+                and set(index) == set(known[1])
+            ):
                 wanted = f"have its rows in the order of `{known[0]}`"
                 fail(name, wanted, "the same labels in another order", "Use frame.loc[other.index]")
 
@@ -331,12 +454,18 @@ def take_groups(given: dict[str, Any]) -> dict[str, Any]:
 
     rest = {name: without(value) for name, value in given.items() if name != "groups"}
     if not found:
-        wanted = "be one label per sample, or the name of a column, index level or coordinate of a frame"
+        wanted = (
+            "be one label per sample, or the name of a column, index level or coordinate of a frame"
+        )
         fail("groups", wanted, repr(label))
     if any(one is None or one != one for one in found[0].tolist()):
         fail("groups", f"have a label in every row of {label!r}", "missing ones")
     if any(not np.array_equal(labels, found[0]) for labels in found):
-        fail("groups", "be the same in all frames, whose rows are the same samples", f"others in {label!r}")
+        fail(
+            "groups",
+            "be the same in all frames, whose rows are the same samples",
+            f"others in {label!r}",
+        )
     return rest | {"groups": found[0]}
 
 

@@ -15,8 +15,8 @@ NEAR = ROUNDINGS * float(np.finfo(np.float32).eps)
 def group_numbers(groups: Any, number: int, *, repeats: int = 1, each: int = 1) -> np.ndarray:
     """Return the group of each row, numbered from 0 in the order of rows, [number].
 
-    Labels are integers or text, one per row, or one per sample of `each` rows. The rows are `repeats` times the same
-    samples.
+    Labels are integers or text, one per row, or one per sample of `each` rows. The rows are
+    `repeats` times the same samples.
     """
     count = number // each
     wanted = f"be {count} integers or texts, the label of each sample"
@@ -31,7 +31,11 @@ def group_numbers(groups: Any, number: int, *, repeats: int = 1, each: int = 1) 
     _, first, numbers = np.unique(labels.astype(str), return_index=True, return_inverse=True)
     numbers = np.argsort(np.argsort(first))[numbers].reshape(-1)
     if (numbers.reshape(repeats, -1) != numbers[: count // repeats]).any():
-        fail("groups", f"be the same in all {repeats} repeats of the samples", "a sample of two groups")
+        fail(
+            "groups",
+            f"be the same in all {repeats} repeats of the samples",
+            "a sample of two groups",
+        )
     return np.repeat(numbers, each)
 
 
@@ -63,14 +67,17 @@ def _runs(features: np.ndarray, runs: np.ndarray, near: float) -> tuple[np.ndarr
     """Return True for rows that repeat others of their run, and the numbers of finer runs."""
     number, width = features.shape
     features = features.astype(np.result_type(features.dtype, np.float32), copy=False)
-    features = features - np.median(features[:: -(-number // 100)], 0)  # a mean would follow a single large row
+    features = features - np.median(
+        features[:: -(-number // 100)], 0
+    )  # a mean would follow a single large row
     sizes = np.maximum(features.max(1), -features.min(1))
     rounding = 8 * float(np.finfo(features.dtype).eps)
     # Terms of random signs add up to some roots of their number.
     reach = 8 * width**0.5 * (near + rounding) * sizes
     for draw in range(2):
         factors = 1.0 - np.random.Philox(key=3 + draw).random_raw(width) / 2.0**63
-        # The threads of NumPy's library for products would wait for work on the cores of the measure that follows.
+        # The threads of NumPy's library for products would wait for work on the cores of the
+        # measure that follows.
         places = np.einsum("ij,j->i", features, factors.astype(features.dtype))
         order = np.lexsort((places, runs))
         far = np.diff(places[order]) > np.maximum(reach[order][1:], reach[order][:-1])
@@ -80,7 +87,9 @@ def _runs(features: np.ndarray, runs: np.ndarray, near: float) -> tuple[np.ndarr
     kept = np.bincount(runs)[runs] > 1
     heads = np.unique(runs, return_index=True)[1][runs]
     at, first = np.flatnonzero(kept), heads[kept]
-    apart = np.abs(features[at] - features[first]).max(1) > near * np.maximum(sizes[at], sizes[first])
+    apart = np.abs(features[at] - features[first]).max(1) > near * np.maximum(
+        sizes[at], sizes[first]
+    )
     runs[at[apart]] = number + at[apart]
     return np.bincount(runs)[runs] > 1, runs
 
@@ -104,8 +113,10 @@ def warn_in_time(names: Sequence[str], arrays: Sequence[Any]) -> None:
     if factor > 0.1:
         both = " and ".join(f"`{name}`" for name in names)
         warn(
-            f"rows of {both} resemble the rows before them. Of a time series they are not independent, so that the "
-            "estimate and its error are wrong: take rows that are a few correlation times apart. Independent rows that "
+            f"rows of {both} resemble the rows before them. Of a time series they are not "
+            "independent, so that the "
+            "estimate and its error are wrong: take rows that are a few correlation times apart. "
+            "Independent rows that "
             "were sorted by a value lose nothing.",
             gates=2,
         )
@@ -115,11 +126,15 @@ def warn_repeated(arrays: Sequence[Any], effect: str, *, repeats: int = 1, each:
     """Warn of known samples that repeat others in all arrays [n, ...], `repeats` times `each` rows of a sample."""
     if any(map(is_traced, arrays)):
         return
-    samples = [np.asarray(array).reshape(repeats, len(array) // repeats // each, -1).swapaxes(0, 1) for array in arrays]
+    samples = [
+        np.asarray(array).reshape(repeats, len(array) // repeats // each, -1).swapaxes(0, 1)
+        for array in arrays
+    ]
     number, distinct = len(samples[0]), num_distinct(samples)
     if distinct < number:
         warn(
-            f"{distinct} of {number} samples are distinct: the others repeat them up to rounding. If they are copies, "
+            f"{distinct} of {number} samples are distinct: the others repeat them up to "
+            "rounding. If they are copies, "
             f"{effect}: pass `groups`, the label of each sample's original, or drop the copies.",
             gates=2,
         )

@@ -12,7 +12,8 @@ PEERS = {
     "activation_matching": "dissociation.rewrites.match_activations",
     "apply_permutation": "dissociation.rewrites.permute, or `apply` of the result of match_weights",
     "attainable_range": "dissociation.rewrites.cka_range",
-    "bootstrap": "dissociation.similarity.compare(..., num_blocks=20), which has jackknife intervals",
+    "bootstrap": "dissociation.similarity.compare(..., num_blocks=20), which has jackknife "
+    "intervals",
     "calc_rdm": "dissociation.similarity.rdm",
     "centered_kernel_alignment": "dissociation.similarity.linear_cka or debiased_cka",
     "centred_kernel_alignment": "dissociation.similarity.linear_cka or debiased_cka",

@@ -18,16 +18,24 @@ from dissociation._core.types import PRNGKey, PRNGKeys
 def named_key(name: str) -> Key[Array, ""]:
     """Return a key of JAX's default generator for `name`, which no seed below 2^32 gives."""
     words = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], ">u4").astype(np.uint32)
-    return jax.random.wrap_key_data(jnp.asarray(words | np.array([1, 0], np.uint32)), impl="threefry2x32")
+    return jax.random.wrap_key_data(
+        jnp.asarray(words | np.array([1, 0], np.uint32)), impl="threefry2x32"
+    )
 
 
 def typed(key: PRNGKey | PRNGKeys) -> Array:
     """Return a key, or keys, in the form of `jax.random.key`."""
     array = jnp.asarray(key)
-    return array if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(array)
+    return (
+        array
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+        else jax.random.wrap_key_data(array)
+    )
 
 
-def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
+def normal(
+    key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32
+) -> Float[Array, "..."]:
     """Return standard normal numbers, which differ from those of `jax.random.normal`.
 
     Source: Salmon et al. (2011), Parallel random numbers: as easy as 1, 2, 3.
@@ -37,8 +45,8 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
     size = math.prod(shape)
     if not narrow or size == 0 or str(jax.random.key_impl(key)) != "threefry2x32":
         return jax.random.normal(key, shape, dtype)
-    # Threefry makes two words of 32 bits per call, of which `jax.random.bits` returns the exclusive or. Both used, half
-    # of the calls suffice.
+    # Threefry makes two words of 32 bits per call, of which `jax.random.bits` returns the exclusive
+    # or. Both used, half of the calls suffice.
     half, words = -(-size // 2), jax.random.key_data(key)
     counts = lax.iota(jnp.uint32, half)
     try:
@@ -46,8 +54,11 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
     except ImportError as error:
         warn(f"{error} Until then it draws other numbers.")
         return jax.random.normal(key, shape, dtype)
-    first, second = map(_normal_of_bits, generator.bind(words[0], words[1], jnp.zeros_like(counts), counts))
-    # XLA on a CPU would compute halves joined end to end element by element, inside the loop that joins them.
+    first, second = map(
+        _normal_of_bits, generator.bind(words[0], words[1], jnp.zeros_like(counts), counts)
+    )
+    # XLA on a CPU would compute halves joined end to end element by element, inside the loop that
+    # joins them.
     both = jnp.zeros((2, half), jnp.float32).at[0].set(first).at[1].set(second)
     return both.reshape(-1)[:size].reshape(shape).astype(kind)
 

@@ -12,9 +12,9 @@ DISTRIBUTION = "dissociation"
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package, which import a public name at its first use.
 
-    The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`. Its folders are imported too. A
-    name that is elsewhere raises an `ImportError` with the place, because `from package import name` hides the message
-    of an `AttributeError`.
+    The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`. Its folders
+    are imported too. A name that is elsewhere raises an `ImportError` with the place, because `from
+    package import name` hides the message of an `AttributeError`.
     """
     homes: dict[str, str] = {}
 
@@ -24,8 +24,12 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
             import ast  # here, because `import dissociation` takes milliseconds
 
             with open(str(module.__file__), encoding="utf-8") as file:
-                blocks = [node.body for node in ast.parse(file.read()).body if isinstance(node, ast.If)]
-            imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+                blocks = [
+                    node.body for node in ast.parse(file.read()).body if isinstance(node, ast.If)
+                ]
+            imports = [
+                node for block in blocks for node in block if isinstance(node, ast.ImportFrom)
+            ]
             homes.update({alias.name: str(node.module) for node in imports for alias in node.names})
         if name == "__version__" and "." not in package:
             from importlib.metadata import version

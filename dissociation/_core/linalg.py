@@ -16,7 +16,9 @@ from dissociation._core.types import NonNegative
 from dissociation._core.validation import validated
 
 
-def product(a: Inexact[Array, "... n k"], b: Inexact[Array, "... k m"]) -> Inexact[Array, "... n m"]:
+def product(
+    a: Inexact[Array, "... n k"], b: Inexact[Array, "... k m"]
+) -> Inexact[Array, "... n m"]:
     """Return the matrix product at the highest precision of the backend."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
@@ -26,7 +28,8 @@ def scale_of(size: Float[Array, "*b"]) -> Float[Array, "*b"]:
     size = lax.stop_gradient(size)
     usable = (size > 0) & jnp.isfinite(size)
     limits = jnp.finfo(size.dtype)
-    # The bits of the exponent alone are the power of two below: `frexp` and `ldexp` take ten times as long to compile.
+    # The bits of the exponent alone are the power of two below: `frexp` and `ldexp` take ten times
+    # as long to compile.
     size = jnp.where(usable, jnp.maximum(size, limits.tiny), 0.5)
     bits = lax.bitcast_convert_type(size, f"uint{limits.bits}")
     exponent = bits & (((1 << limits.nexp) - 1) << limits.nmant)
@@ -45,11 +48,15 @@ def _no_derivative(what: str, primals: Any, tangents: Any) -> Any:
     raise TypeError(f"{what} has no derivative.")
 
 
-def finite_part(matrix: Float[Array, "*b n m"]) -> tuple[Float[Array, "*b n m"], Float[Array, "*b"]]:
+def finite_part(
+    matrix: Float[Array, "*b n m"],
+) -> tuple[Float[Array, "*b n m"], Float[Array, "*b"]]:
     """Return the matrix, or zeros if an entry is not finite, and 0 or NaN to add to results."""
     # LAPACK may loop for ever on NaN or infinity, or return finite numbers.
     finite = jnp.all(jnp.isfinite(matrix), (-2, -1))
-    return jnp.where(finite[..., None, None], matrix, 0.0), jnp.where(finite, 0.0, jnp.nan).astype(matrix.dtype)
+    return jnp.where(finite[..., None, None], matrix, 0.0), jnp.where(finite, 0.0, jnp.nan).astype(
+        matrix.dtype
+    )
 
 
 @validated
@@ -83,15 +90,19 @@ def positive_inverse(matrix: Float[Array | np.ndarray, "*b n n"]) -> Float[Array
     padded = jnp.pad(factor, ((0, 0),) * len(batch) + ((0, extra), (0, extra)))
     rest = jnp.diag(jnp.arange(size) >= number).astype(padded.dtype)
     padded = padded + rest[(None,) * len(batch)]
-    # [[A, 0], [B, C]]^{-1} = [[A^{-1}, 0], [-C^{-1} B A^{-1}, C^{-1}]], from diagonal blocks that double in every
-    # round. Triangular solves of a stack would run sequentially.
-    blocks = 1 / jnp.diagonal(padded, axis1=-2, axis2=-1)[..., None, None]  # [..., blocks, width, width]
+    # [[A, 0], [B, C]]^{-1} = [[A^{-1}, 0], [-C^{-1} B A^{-1}, C^{-1}]], from diagonal blocks that
+    # double in every round. Triangular solves of a stack would run sequentially.
+    blocks = (
+        1 / jnp.diagonal(padded, axis1=-2, axis2=-1)[..., None, None]
+    )  # [..., blocks, width, width]
     width = 1
     while width < size:
         first, second = blocks[..., ::2, :, :], blocks[..., 1::2, :, :]
         count = size // (2 * width)
         cut = padded.reshape(*batch, count, 2 * width, count, 2 * width)
-        diagonal = jnp.moveaxis(jnp.diagonal(cut, axis1=-4, axis2=-2), -1, -3)  # the diagonal blocks
+        diagonal = jnp.moveaxis(
+            jnp.diagonal(cut, axis1=-4, axis2=-2), -1, -3
+        )  # the diagonal blocks
         below = -product(second, product(diagonal[..., width:, :width], first))
         upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
         blocks = jnp.concatenate([upper, jnp.concatenate([below, second], -1)], -2)
@@ -108,8 +119,8 @@ def psd_power(
 
     f(l) = l^power if l > rtol max(l), else 0.
 
-    Source: Daleckii and Krein (1965), Integration and differentiation of functions of Hermitian operators. Higham
-    (2008), Functions of matrices, theorem 3.11.
+    Source: Daleckii and Krein (1965), Integration and differentiation of functions of Hermitian
+    operators. Higham (2008), Functions of matrices, theorem 3.11.
     """
     matrix = to_device(matrix)
     if rtol is None:
@@ -129,17 +140,26 @@ def _psd_power(power: float, matrix: Array, rtol: Array) -> Array:
 
 
 @_psd_power.defjvp
-def _psd_power_jvp(power: float, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+def _psd_power_jvp(
+    power: float, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
     values, kept, vectors, image = _decompose(power, *primals)
-    # With r = log(a / b), (a^p - b^p) / (a - b) = (a b)^((p - 1) / 2) sinh(p r / 2) / sinh(r / 2): smooth and even in
-    # r, so nothing cancels if a is close to b.
+    # With r = log(a / b), (a^p - b^p) / (a - b) = (a b)^((p - 1) / 2) sinh(p r / 2) / sinh(r / 2):
+    # smooth and even in r, so nothing cancels if a is close to b.
     ratio = jnp.log(values)[:, None] - jnp.log(values)[None]
     equal = ratio == 0
-    quotient = jnp.where(equal, power, jnp.sinh(0.5 * power * ratio) / jnp.sinh(jnp.where(equal, 1.0, 0.5 * ratio)))
+    quotient = jnp.where(
+        equal, power, jnp.sinh(0.5 * power * ratio) / jnp.sinh(jnp.where(equal, 1.0, 0.5 * ratio))
+    )
     half = values ** (0.5 * (power - 1))
     edge = jnp.where(kept, values ** (power - 1), 0.0)
-    slopes = jnp.where(kept[:, None] & kept[None], half[:, None] * half[None] * quotient, edge[:, None] + edge[None])
-    # dP = V (F * (V^T dM V)) V^T with divided differences F of f. JAX's rule is not finite if eigenvalues coincide.
+    slopes = jnp.where(
+        kept[:, None] & kept[None],
+        half[:, None] * half[None] * quotient,
+        edge[:, None] + edge[None],
+    )
+    # dP = V (F * (V^T dM V)) V^T with divided differences F of f. JAX's rule is not finite if
+    # eigenvalues coincide.
     turned = product(product(vectors.T, tangents[0]), vectors)
     return image, product(product(vectors, slopes * turned), vectors.T)
 
@@ -203,8 +223,8 @@ def singular_map(
 ) -> Float[Array, "n p"]:
     """Return U diag(f(s)) V^T of a matrix U diag(s) V^T, with zeros for negligible s [k], in falling order.
 
-    `function` f(s, parameter) is hashable and acts entry by entry, up to locally constant factors. Up to the fraction
-    `cut` of the largest, s are negligible.
+    `function` f(s, parameter) is hashable and acts entry by entry, up to locally constant factors.
+    Up to the fraction `cut` of the largest, s are negligible.
     """
     return _singular(function, x, parameter, cut)[0]
 
@@ -224,16 +244,25 @@ def _singular_map_jvp(function: Any, primals: Any, tangents: Any) -> tuple[Array
     image, left, values, right, mapped = _singular(function, x, parameter, cut)
     kept = values > 0
     slope, change = (
-        jnp.where(kept, jax.jvp(lambda *args: function(*args), (values, parameter), direction)[1], 0.0)
-        for direction in ((jnp.ones_like(values), jnp.zeros_like(parameter)), (jnp.zeros_like(values), dparameter))
+        jnp.where(
+            kept, jax.jvp(lambda *args: function(*args), (values, parameter), direction)[1], 0.0
+        )
+        for direction in (
+            (jnp.ones_like(values), jnp.zeros_like(parameter)),
+            (jnp.zeros_like(values), dparameter),
+        )
     )
     inner = product(product(left.T, dx), right.T)
     even, odd = 0.5 * (inner + inner.T), 0.5 * (inner - inner.T)
     gap, total = values[:, None] - values[None], values[:, None] + values[None]
     near = jnp.abs(gap) <= jnp.finfo(x.dtype).eps ** 0.5 * total
     quotient = jnp.where(near, 1.0, gap)
-    differences = jnp.where(near, 0.5 * (slope[:, None] + slope[None]), (mapped[:, None] - mapped[None]) / quotient)
-    sums = jnp.where(total > 0, (mapped[:, None] + mapped[None]) / jnp.where(total > 0, total, 1.0), 0.0)
+    differences = jnp.where(
+        near, 0.5 * (slope[:, None] + slope[None]), (mapped[:, None] - mapped[None]) / quotient
+    )
+    sums = jnp.where(
+        total > 0, (mapped[:, None] + mapped[None]) / jnp.where(total > 0, total, 1.0), 0.0
+    )
     ratio = jnp.where(kept, mapped / jnp.where(kept, values, 1.0), 0.0)
     turned = product(product(left, differences * even + sums * odd + jnp.diag(change)), right)
     beside = product((dx - product(left, product(left.T, dx))), right.T * ratio[None])

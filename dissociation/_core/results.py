@@ -54,7 +54,8 @@ class Labelled:
     def to_dataframe(self: Any, over: Over = None) -> "dict[tuple[str, ...], pandas.DataFrame]":
         """Return tidy tables by the names of their axes, with a row per position along the axes.
 
-        `found.to_dataframe()["items", "others"]` is the table of `pairwise`; single numbers are in the table `()`.
+        `found.to_dataframe()["items", "others"]` is the table of `pairwise`; single numbers are in
+        the table `()`.
         """
         return tables_of(self.to_xarray(over))
 
@@ -85,12 +86,14 @@ class _Front(NamedTuple):
         return len(self.axes) - max(len(self.grid) - 1, 0)
 
 
-def dataset_of(tree: Any, over: Over = None, *, then: Mapping[str, Any] | None = None) -> "xarray.Dataset":
+def dataset_of(
+    tree: Any, over: Over = None, *, then: Mapping[str, Any] | None = None
+) -> "xarray.Dataset":
     """Return a dataset of the arrays of a result: nested modules, named tuples, dictionaries and lists.
 
     Names of fields are joined by `_`. Axes are named by annotations, `Float[Array, "pairs r"]`, or
-    `<array>_dim_<place>`. `UNITS` holds units of fields, and `axis_coordinates()` returns coordinates. Text and static
-    fields become attributes. None and functions are omitted.
+    `<array>_dim_<place>`. `UNITS` holds units of fields, and `axis_coordinates()` returns
+    coordinates. Text and static fields become attributes. None and functions are omitted.
     """
     front, more = _front(over), _front(then)
     front = _Front((*front.axes, *more.axes), front.coords | more.coords, front.grid)
@@ -116,12 +119,16 @@ def _front(over: Over) -> _Front:
     if isinstance(over, Axes):
         return _Front(over.axes, dict(over.coords), over.shape)
     if isinstance(over, Mapping):
-        given = {name: (name, np.asarray(values)) for name, values in over.items() if values is not None}
+        given = {
+            name: (name, np.asarray(values)) for name, values in over.items() if values is not None
+        }
         return _Front(tuple(over), given)
     return _Front((over,) if isinstance(over, str) else tuple(over or ()), {})
 
 
-def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = "") -> Iterator[tuple[str, Any, Any, str]]:
+def _fields(
+    tree: Any, name: str, hint: Any = (None, ()), unit: str = ""
+) -> Iterator[tuple[str, Any, Any, str]]:
     """Yield arrays and static fields with names, annotations (None for static fields) and units."""
     if tree is None or (callable(tree) and not dataclasses.is_dataclass(tree)):
         return
@@ -129,7 +136,11 @@ def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = "") -> Ite
         yield name or "text", tree, None, ""
     elif (fields := _record(tree)) is not None:
         bases, units = reversed(type(tree).__mro__), getattr(tree, "UNITS", {})
-        hints = {k: hint for base in bases for k, hint in base.__dict__.get("__annotations__", {}).items()}
+        hints = {
+            k: hint
+            for base in bases
+            for k, hint in base.__dict__.get("__annotations__", {}).items()
+        }
         axes = getattr(tree, "AXES", ())
         for field, static in fields.items():
             value, inner = getattr(tree, field), f"{name}_{field}" if name else field
@@ -149,16 +160,22 @@ def _record(tree: Any) -> dict[str, bool] | None:
     if hasattr(tree, "_fields"):
         return dict.fromkeys(tree._fields, False)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return {field.name: bool(field.metadata.get("static")) for field in dataclasses.fields(tree)}
+        return {
+            field.name: bool(field.metadata.get("static")) for field in dataclasses.fields(tree)
+        }
     return None
 
 
 def _is_leaf(tree: Sequence[Any]) -> bool:
     """Return True if a list is an array, a non-empty list of plain numbers."""
-    return bool(tree) and all(isinstance(item, bool | int | float | complex | np.generic) for item in tree)
+    return bool(tree) and all(
+        isinstance(item, bool | int | float | complex | np.generic) for item in tree
+    )
 
 
-def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Front) -> tuple[Any, tuple[str, ...]]:
+def _placed(
+    name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Front
+) -> tuple[Any, tuple[str, ...]]:
     """Return an array and its axes, with the axis of a grid unfolded."""
     if isinstance(value, jax.Array) and number_kind(value.dtype) == "key":
         value = jax.random.key_data(value)
@@ -167,13 +184,18 @@ def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Fr
         own = _own_axes(*hint, len(shape) - depth)
         if own is not None:
             break
-    named = tuple(axis or f"{name}_dim_{i}" for i, axis in enumerate(own or [None] * (len(shape) - depth)))
+    named = tuple(
+        axis or f"{name}_dim_{i}" for i, axis in enumerate(own or [None] * (len(shape) - depth))
+    )
     if not depth:
         return value, named
     if front.grid:
         if shape[0] != int(np.prod(front.grid)):
             members = int(np.prod(front.grid))
-            wanted = f"have {members} members on the first axis of every array, as the grid has shape {front.grid}"
+            wanted = (
+                f"have {members} members on the first axis of every array, as the grid has "
+                f"shape {front.grid}"
+            )
             checks.fail("tree", wanted, f"shape {shape} in {name}")
         value = np.asarray(value).reshape(*front.grid, *shape[1:])
     return value, (*front.axes, *named)
@@ -183,7 +205,9 @@ def _own_axes(hint: Any, axes: tuple[str, ...], ndim: int) -> Sequence[str | Non
     """Return the names of `ndim` axes, None for unnamed ones, or None if the annotation has more axes."""
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if hasattr(kind, "index_variadic")]
     for kind in kinds:
-        names = [None if (found := getattr(dim, "name", None)) == "_" else found for dim in kind.dims]
+        names = [
+            None if (found := getattr(dim, "name", None)) == "_" else found for dim in kind.dims
+        ]
         at, more = kind.index_variadic, ndim - len(names)
         if at is None and more >= 0:
             return [None] * more + names
@@ -228,7 +252,9 @@ def printed(self: Any) -> str:
     fields = self._asdict() if hasattr(self, "_asdict") else vars(self)
     least = getattr(self, "LEAST", {})
     known = {name: value for name, value in fields.items() if value is not None}
-    shown = ", ".join(f"{name}={_shown(value, least.get(name, -np.inf))}" for name, value in known.items())
+    shown = ", ".join(
+        f"{name}={_shown(value, least.get(name, -np.inf))}" for name, value in known.items()
+    )
     return f"{type(self).__name__}({shown})"
 
 
@@ -245,6 +271,10 @@ def _shown(value: Any, least: float) -> str:
         return f"< {least:.4g}" if number <= least else f"{number:.{digits}g}"
 
     if array.size <= _PRINTED:
-        formatter: Any = {"float": lambda number: word(number, 6)} if (known <= least).any() else None
+        formatter: Any = (
+            {"float": lambda number: word(number, 6)} if (known <= least).any() else None
+        )
         return np.array2string(array, precision=6, formatter=formatter)
-    return eqx.tree_pformat(value) + (f" from {word(known.min())} to {word(known.max())}" if known.size else "")
+    return eqx.tree_pformat(value) + (
+        f" from {word(known.min())} to {word(known.max())}" if known.size else ""
+    )

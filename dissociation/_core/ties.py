@@ -18,8 +18,8 @@ LONGEST = 4
 def snapped(values: Any, size: Any = None) -> Any:
     """Return `values`, a constant for derivatives, with numbers made equal that differ by rounding alone.
 
-    Runs of neighbours closer than 64 rounding units of `size` (default: the largest) get their smallest value, or 0 if
-    it is as close to 0.
+    Runs of neighbours closer than 64 rounding units of `size` (default: the largest) get their
+    smallest value, or 0 if it is as close to 0.
     """
     xp: Any = np if isinstance(values, np.ndarray) else jnp
     values = xp.asarray(values)
@@ -34,7 +34,9 @@ def snapped(values: Any, size: Any = None) -> Any:
     return found.reshape(values.shape)
 
 
-def ranks(values: Float[Array | np.ndarray, " number"], size: Any = None) -> Float[Array, " number"]:
+def ranks(
+    values: Float[Array | np.ndarray, " number"], size: Any = None
+) -> Float[Array, " number"]:
     """Return ranks from 1, with mean ranks for ties."""
     values = jnp.asarray(values)
     order, first, _ = _sorted(jnp, values, size)
@@ -55,7 +57,9 @@ def _sorted(xp: Any, values: Any, size: Any) -> tuple[Any, Any, Any]:
     elif xp is jnp:
         size = lax.stop_gradient(size)
     # A rescaling by a power of two is exact here, so it changes no comparison.
-    slack = xp.asarray(size, values.dtype) * xp.asarray(ROUNDINGS * xp.finfo(values.dtype).eps, values.dtype)
+    slack = xp.asarray(size, values.dtype) * xp.asarray(
+        ROUNDINGS * xp.finfo(values.dtype).eps, values.dtype
+    )
     slack = xp.broadcast_to(slack, values.shape) if slack.ndim == 0 else slack.reshape(-1)
     places = xp.arange(values.size)
     if xp is np:
@@ -66,12 +70,17 @@ def _sorted(xp: Any, values: Any, size: Any) -> tuple[Any, Any, Any]:
         values, slack, order = lax.sort((values, slack, places), num_keys=1)
         running = lax.cummax
     with np.errstate(invalid="ignore"):  # infinity - infinity
-        same = (values[1:] - values[:-1] <= xp.maximum(slack[1:], slack[:-1])) | (values[1:] == values[:-1])
+        same = (values[1:] - values[:-1] <= xp.maximum(slack[1:], slack[:-1])) | (
+            values[1:] == values[:-1]
+        )
         start = running(xp.where(xp.concatenate([xp.zeros(1, bool), same]), 0, places))
-        # Dense numbers form long runs, which are cut from their start: a fixed grid would separate equal numbers.
+        # Dense numbers form long runs, which are cut from their start: a fixed grid would separate
+        # equal numbers.
         width = xp.where(slack[start] > 0, LONGEST * slack[start], 1)
         cell = xp.where(values == values[start], 0, xp.floor((values - values[start]) / width))
-    first = xp.concatenate([xp.ones(1, bool), ~(same & (cell[1:] == cell[:-1]))])  # each NaN is a tie of its own
+    first = xp.concatenate(
+        [xp.ones(1, bool), ~(same & (cell[1:] == cell[:-1]))]
+    )  # each NaN is a tie of its own
     begin = running(xp.where(first, places, 0))
     tied = values[begin]
     return order, first, xp.where(abs(tied) <= slack[begin], 0, tied)

@@ -31,7 +31,13 @@ from dissociation._core.conversion import (
     to_device,
     warn_narrowed,
 )
-from dissociation._core.frames import as_trajectories, check_columns, check_same_rows, is_table, take_groups
+from dissociation._core.frames import (
+    as_trajectories,
+    check_columns,
+    check_same_rows,
+    is_table,
+    take_groups,
+)
 from dissociation._core.types import Checked, InTime, Labels
 
 READ_BY = {"time", "run", "columns"}
@@ -47,15 +53,21 @@ def validated(
     *, finite: Iterable[str] = (), empty: Iterable[str] = (), pixels: Iterable[str] = ()
 ) -> Callable[[Function], Function]: ...
 def validated(
-    function: Any = None, *, finite: Iterable[str] = (), empty: Iterable[str] = (), pixels: Iterable[str] = ()
+    function: Any = None,
+    *,
+    finite: Iterable[str] = (),
+    empty: Iterable[str] = (),
+    pixels: Iterable[str] = (),
 ) -> Any:
     """Decorate a function so that its arguments are converted and checked by its annotations.
 
-    Arrays in `finite` must be finite unless traced, those in `empty` may be empty, and those in `pixels` must not hold
-    integers above 1.
+    Arrays in `finite` must be finite unless traced, those in `empty` may be empty, and those in
+    `pixels` must not hold integers above 1.
     """
     if function is None:
-        return functools.partial(validated, finite=tuple(finite), empty=tuple(empty), pixels=tuple(pixels))
+        return functools.partial(
+            validated, finite=tuple(finite), empty=tuple(empty), pixels=tuple(pixels)
+        )
     parameters = inspect.signature(function).parameters.values()
     positions = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
     takes_names = set(positions) >= READ_BY
@@ -66,7 +78,9 @@ def validated(
     @functools.cache  # at the first call: an import stays quick
     def rules() -> list[tuple[str, _Rule]]:
         hints = getattr(function, "__annotations__", {})
-        found = [(name, _rule(hints.get(name, Any), may_be_empty=name in empty)) for name in positions]
+        found = [
+            (name, _rule(hints.get(name, Any), may_be_empty=name in empty)) for name in positions
+        ]
         # Labels last, because other arguments may hold the number of classes.
         return sorted(found, key=lambda item: item[1].labels is not None)
 
@@ -75,9 +89,11 @@ def validated(
         if len(args) > len(positions) or not (takes_more or kwargs.keys() <= set(positions)):
             return function(*args, **kwargs)  # Python's own error
         given = dict(zip(positions, args, strict=False)) | kwargs
-        # An axis of one name has one length in all arguments. Shapes are always checked, values only if they are
-        # known.
-        names: dict[str, Any] = {name: given[name] for name in READ_BY & given.keys()} if takes_names else {}
+        # An axis of one name has one length in all arguments. Shapes are always checked, values
+        # only if they are known.
+        names: dict[str, Any] = (
+            {name: given[name] for name in READ_BY & given.keys()} if takes_names else {}
+        )
         bound = _Bound([], {}, Reading(**names, takes_names=takes_names, in_time=in_time))
         check_same_rows(given)
         given = take_groups(given)
@@ -91,7 +107,9 @@ def validated(
         for name in finite:
             if given.get(name) is not None:
                 check_finite(name, given[name])
-        return run(*map(given.get, positions[: len(args)]), **{name: given[name] for name in kwargs})
+        return run(
+            *map(given.get, positions[: len(args)]), **{name: given[name] for name in kwargs}
+        )
 
     gate.__validated__ = {"finite": finite, "empty": empty, "pixels": pixels}  # type: ignore[attr-defined]  # for tests
     return gate
@@ -106,7 +124,9 @@ def _with_copies(function: Callable[..., Any]) -> Callable[..., Any]:
         return to_device(value) if isinstance(value, np.ndarray) else value
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return function(*map(copied, args), **{name: copied(value) for name, value in kwargs.items()})
+        return function(
+            *map(copied, args), **{name: copied(value) for name, value in kwargs.items()}
+        )
 
     return run
 
@@ -125,7 +145,13 @@ class _Form(NamedTuple):
             return f"a sequence of {kind_words(self.kinds)}"
         if self.dims:
             return f"an array of {kind_words(self.kinds)} {_shown(self.dims)}"
-        return "a number" if {"float", "complex"} & self.kinds else "an integer" if "int" in self.kinds else "a boolean"
+        return (
+            "a number"
+            if {"float", "complex"} & self.kinds
+            else "an integer"
+            if "int" in self.kinds
+            else "a boolean"
+        )
 
 
 def _shown(dims: str) -> str:
@@ -136,7 +162,9 @@ def _shown(dims: str) -> str:
 class _Bound(NamedTuple):
     """Admitted arguments of one call."""
 
-    arrays: list[tuple[str, str, tuple[str, tuple[int, ...]]]]  # names, descriptions, axes and shapes
+    arrays: list[
+        tuple[str, str, tuple[str, tuple[int, ...]]]
+    ]  # names, descriptions, axes and shapes
     columns: dict[str, Any]  # labels of frames' columns
     reading: Reading
 
@@ -189,12 +217,16 @@ class _Rule(NamedTuple):
         if type(value) in self.exact or isinstance(value, self.plain):
             return value
         if self.in_time:
-            value = as_trajectories(name, value, bound.reading._replace(by_index=True), one=not self.items)
+            value = as_trajectories(
+                name, value, bound.reading._replace(by_index=True), one=not self.items
+            )
         if self.items and not self.forms and isinstance(value, list | tuple) and not value:
             fail(name, f"be {self.words}", "an empty list")
         if self.items and holds_arrays(value):
             return [
-                self._admit_array(f"{name}[{i}]", item, self.items, _Bound([], {}, bound.reading), 0)
+                self._admit_array(
+                    f"{name}[{i}]", item, self.items, _Bound([], {}, bound.reading), 0
+                )
                 for i, item in enumerate(value)
             ]
         if self.keys:
@@ -218,13 +250,19 @@ class _Rule(NamedTuple):
             labels = as_one_hot(name, value, num_classes, soft=kind.soft)
         else:
             labels = as_classes(name, value, may_be_empty=self.may_be_empty)
-        bound.arrays.append((name, f"integers [n] or one-hot rows {_shown(dims)}", (dims, labels.shape)))
+        bound.arrays.append(
+            (name, f"integers [n] or one-hot rows {_shown(dims)}", (dims, labels.shape))
+        )
         return labels
 
-    def _admit_array(self, name: str, value: Any, forms: tuple[_Form, ...], bound: _Bound, deepest: int | None) -> Any:
+    def _admit_array(
+        self, name: str, value: Any, forms: tuple[_Form, ...], bound: _Bound, deepest: int | None
+    ) -> Any:
         """Return numbers in the first form that fits. Nested lists may have `deepest` axes, or any number."""
         if is_table(value):
-            check_columns(name, value, bound.columns, forms[0].dims.rpartition(" ")[2], reading=bound.reading)
+            check_columns(
+                name, value, bound.columns, forms[0].dims.rpartition(" ")[2], reading=bound.reading
+            )
         array = as_array(name, value, self.words, bare=True, may_be_empty=self.may_be_empty)
         if deepest is not None:
             refuse_nested(name, value, array, deepest)
@@ -233,7 +271,11 @@ class _Rule(NamedTuple):
             fail_kind(name, f"be {self.words}", array)
         if kind == "int" and kind not in form.kinds and form.place not in _DEVICE:
             array = np.asarray(array, np.float64)  # the host keeps all digits
-        elif "float" in form.kinds and form.place in _DEVICE and (kind != "int" or kind not in form.kinds):
+        elif (
+            "float" in form.kinds
+            and form.place in _DEVICE
+            and (kind != "int" or kind not in form.kinds)
+        ):
             warn_narrowed(name, array)
         if form.place is tuple and not array.size:
             return ()
@@ -252,7 +294,9 @@ class _Rule(NamedTuple):
             if form.place in _DEVICE or not is_traced(array):
                 return form
         if fitting:
-            fail_kind(name, f"be {self.words} that is known when the program is traced", "a traced value")
+            fail_kind(
+                name, f"be {self.words} that is known when the program is traced", "a traced value"
+            )
         return fail(name, f"be {self.words}", f"shape {array.shape}")
 
 
@@ -279,7 +323,10 @@ def _rule(hint: Any, *, may_be_empty: bool = False) -> _Rule:
     widest = next((kind for kind in (complex, float, int, bool) if kind in python), None)
     if widest is not None:
         # Known arrays become Python's integers, but keep the precision of floats.
-        forms.insert(0 if widest in (int, bool) else len(forms), _Form(frozenset({widest.__name__}), "", widest))
+        forms.insert(
+            0 if widest in (int, bool) else len(forms),
+            _Form(frozenset({widest.__name__}), "", widest),
+        )
     words = [form.words for form in forms] + ["a list of arrays"] * len(slots["items"])
     words += [_WORDS.get(kind, f"of type {getattr(kind, '__name__', kind)}") for kind in plain]
     return _Rule(
@@ -324,7 +371,9 @@ def _slot(member: Any) -> tuple[str, Any]:
     if hasattr(member, "dim_str"):
         if member.dtype is Key:
             return "keys", len(member.dim_str.split())
-        kinds = frozenset(kind for kind, example in _NAMES.items() if example in member.dtype.dtypes)
+        kinds = frozenset(
+            kind for kind, example in _NAMES.items() if example in member.dtype.dtypes
+        )
         return "arrays", _Form(kinds, member.dim_str, member.array_type)
     if member in (bool, int, float, complex):
         return "python", member
@@ -335,7 +384,10 @@ def _slot(member: Any) -> tuple[str, Any]:
         slot, item = _slot(entry)
         if slot == "arrays" and kind is collections.abc.Sequence:
             return "items", item._replace(place=None)  # functions convert them
-        return "plain", list | tuple if kind is collections.abc.Sequence else kind  # text is a sequence, too
+        return (
+            "plain",
+            list | tuple if kind is collections.abc.Sequence else kind,
+        )  # text is a sequence, too
     # Bare arrays, type variables and forward references accept any value.
     free = not isinstance(kind, type) or kind in (Any, jax.Array, np.ndarray)
     return "plain", object if free else kind

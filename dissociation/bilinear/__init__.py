@@ -20,6 +20,11 @@ if TYPE_CHECKING:
         truncate,
         truncated_outputs,
     )
-    from dissociation.bilinear._similarity import form_similarity, matched_similarity, pair_mean, rank_similarity
+    from dissociation.bilinear._similarity import (
+        form_similarity,
+        matched_similarity,
+        pair_mean,
+        rank_similarity,
+    )
 else:
     __getattr__, __dir__ = attach(__name__)

@@ -25,7 +25,8 @@ class Spectrum(eqx.Module):
         values: Eigenvalues in the chosen order, [outputs, components].
         vectors: Orthonormal eigenvectors, [outputs, components, d], or d + 1 with `constant`.
         constant: True if the last coordinate belongs to an appended 1.
-        space: Space of the eigenvectors, one of `SPACES`, or None if unknown. Certificates and masks need "input".
+        space: Space of the eigenvectors, one of `SPACES`, or None if unknown. Certificates and
+            masks need "input".
     """
 
     values: Float[Array, "outputs components"]
@@ -48,9 +49,9 @@ def interaction_tensor(
 ) -> Float[Array, "outputs d d"]:
     """Return the symmetric matrices of a layer's quadratic forms.
 
-    Along an output direction u the layer is u . ((W z) * (V z)) = z^T B_u z, B_u the symmetric part of W^T diag(u) V.
-    After an embedding z = E x the form on inputs is E^T B_u E. Biases and residual connections add a coordinate for a
-    constant 1.
+    Along an output direction u the layer is u . ((W z) * (V z)) = z^T B_u z, B_u the symmetric part
+    of W^T diag(u) V. After an embedding z = E x the form on inputs is E^T B_u E. Biases and
+    residual connections add a coordinate for a constant 1.
 
     Args:
         model: One network.
@@ -62,8 +63,8 @@ def interaction_tensor(
         One matrix per direction; the constant 1 is the last coordinate.
 
     Raises:
-        ValueError: If the layer is gated, does not exist or is not the first for `space="input"`; if directions have
-            another width, or are missing for a layer without a head.
+        ValueError: If the layer is gated, does not exist or is not the first for `space="input"`;
+            if directions have another width, or are missing for a layer without a head.
 
     References:
         Pearce et al. (2024), eq. 2.
@@ -84,18 +85,21 @@ def decompose(
 ) -> Spectrum:
     """Return eigenvalues and eigenvectors of a layer's quadratic forms, computed in the smaller of its two spaces.
 
-    On a CPU, stacked networks are fastest under one `jax.jit` of a `vmap`, with OpenBLAS on one thread
-    (`use_all_cores`).
+    On a CPU, stacked networks are fastest under one `jax.jit` of a `vmap`, with OpenBLAS on one
+    thread (`use_all_cores`).
 
     Args:
-        model: One network; map stacked ones by `equinox.filter_vmap`, or by `bmap` if memory is short.
+        model: One network; map stacked ones by `equinox.filter_vmap`, or by `bmap` if memory is
+            short.
         directions: As in `interaction_tensor`.
         layer: Layer index.
-        space: "input" for eigenvectors among inputs of the network, "hidden" among inputs of the layer.
+        space: "input" for eigenvectors among inputs of the network, "hidden" among inputs of the
+            layer.
         by: Order of the components, one of `ORDERS`.
 
     Returns:
-        The spectrum, with min(inputs, hidden) components and one more with a constant; others have eigenvalue zero.
+        The spectrum, with min(inputs, hidden) components and one more with a constant; others have
+        eigenvalue zero.
 
     Raises:
         ValueError: As `interaction_tensor`, or if `by` is unknown.
@@ -108,7 +112,9 @@ def decompose(
     values, vectors = jnp.linalg.eigh(compact)
     spectrum = Spectrum(values, vectors.swapaxes(1, 2), _has_constant(model, layer), space)
     # Reordered in the smaller space, as lifted vectors are large.
-    spectrum = reorder(spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
+    spectrum = reorder(
+        spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by]
+    )
     return Spectrum(spectrum.values, product(spectrum.vectors, lift.T), spectrum.constant, space)
 
 
@@ -124,7 +130,12 @@ def compact_forms(
     index = layer % count
     chosen = model.layers[index]
     if chosen.gate != "none":
-        fail("model", "have layers without a gate", f"{chosen.gate!r}", "A gated layer is not a quadratic form")
+        fail(
+            "model",
+            "have layers without a gate",
+            f"{chosen.gate!r}",
+            "A gated layer is not a quadratic form",
+        )
     if space == "input" and index:
         fail("space", "be 'hidden' for every layer but the first", f"'input' for layer {index}")
     if directions is None:
@@ -137,8 +148,8 @@ def compact_forms(
     left, right = chosen.left, chosen.right
     residual = outputs if model.residual else None
     if space == "input":
-        # With E^T = P R and P orthonormal, the non-zero spectrum of E^T B E is that of R B R^T, never larger than the
-        # layer.
+        # With E^T = P R and P orthonormal, the non-zero spectrum of E^T B E is that of R B R^T,
+        # never larger than the layer.
         lift, root = jnp.linalg.qr(model.embed.T)
         left, right = product(left, root.T), product(right, root.T)
         residual = None if residual is None else product(residual, root.T)
@@ -175,7 +186,9 @@ def _has_constant(model: BilinearNetwork, layer: int) -> bool:
 
 
 @validated(finite=("importance",))
-def reorder(spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs components"]) -> Spectrum:
+def reorder(
+    spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs components"]
+) -> Spectrum:
     """Return a spectrum with components sorted by descending `importance`."""
     order = jnp.argsort(-jnp.asarray(importance), axis=1, stable=True)
     values = jnp.take_along_axis(spectrum.values, order, 1)
@@ -193,7 +206,9 @@ def truncate(spectrum: Spectrum, num_components: int) -> Spectrum:
     """
     check_single("spectrum", spectrum)
     count = check_count("num_components", num_components, maximum=spectrum.values.shape[1])
-    return Spectrum(spectrum.values[:, :count], spectrum.vectors[:, :count], spectrum.constant, spectrum.space)
+    return Spectrum(
+        spectrum.values[:, :count], spectrum.vectors[:, :count], spectrum.constant, spectrum.space
+    )
 
 
 def check_single(name: str, spectrum: Spectrum) -> None:
@@ -201,19 +216,28 @@ def check_single(name: str, spectrum: Spectrum) -> None:
     # The first axis of a stack would silently be taken for outputs.
     if spectrum.values.ndim != 2 or spectrum.vectors.ndim != 3:
         wanted = "be one spectrum, of values [outputs, components]"
-        fail(name, wanted, f"shape {spectrum.values.shape}", "Map over stacked ones by `equinox.filter_vmap`")
+        fail(
+            name,
+            wanted,
+            f"shape {spectrum.values.shape}",
+            "Map over stacked ones by `equinox.filter_vmap`",
+        )
 
 
 def check_on_inputs(name: str, spectrum: Spectrum) -> None:
     """Raise `ValueError` if the spectrum's space is not "input"."""
     check_single(name, spectrum)
     if spectrum.space != "input":
-        advice = 'Pass `space="input"` to `decompose`, or to `Spectrum` if its vectors are among inputs'
+        advice = (
+            'Pass `space="input"` to `decompose`, or to `Spectrum` if its vectors are among inputs'
+        )
         fail(name, 'be a spectrum with `space="input"`', f"space {spectrum.space!r}", advice)
 
 
 @validated
-def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
+def activations(
+    spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]
+) -> Float[Array, "n outputs components"]:
     """Return v_i . x of every component; x gets a last coordinate 1 if the network has a constant input."""
     check_single("spectrum", spectrum)
     width = spectrum.vectors.shape[2] - spectrum.constant
@@ -225,12 +249,16 @@ def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Floa
     return values + spectrum.vectors[None, :, :, width] if spectrum.constant else values
 
 
-def contributions(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
+def contributions(
+    spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]
+) -> Float[Array, "n outputs components"]:
     """Return lambda_i (v_i . x)^2 of every component."""
     return spectrum.values[None] * activations(spectrum, x) ** 2
 
 
-def mean_contribution(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "outputs components"]:
+def mean_contribution(
+    spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]
+) -> Float[Array, "outputs components"]:
     """Return the mean of |lambda_i| (v_i . x)^2 over examples, an `importance` for `reorder`."""
     return jnp.mean(jnp.abs(contributions(spectrum, x)), 0)
 
@@ -245,12 +273,19 @@ def truncated_outputs(
         spectrum: Components in the order to keep them.
         x: Examples.
     """
-    return jnp.pad(jnp.cumsum(contributions(spectrum, x), 2), ((0, 0), (0, 0), (1, 0))).swapaxes(1, 2)
+    return jnp.pad(jnp.cumsum(contributions(spectrum, x), 2), ((0, 0), (0, 0), (1, 0))).swapaxes(
+        1, 2
+    )
 
 
 @validated
 def adversarial_mask(
-    spectrum: Spectrum, output: int, component: int, *, against: int = 10, norm: float | Float[Array, ""] = 1.0
+    spectrum: Spectrum,
+    output: int,
+    component: int,
+    *,
+    against: int = 10,
+    norm: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, " d"]:
     """Return an image, computed from weights alone, that excites one component and no other leading one of any output.
 
@@ -264,7 +299,8 @@ def adversarial_mask(
         norm: Euclidean norm of the mask.
 
     Raises:
-        ValueError: If an index is out of range, or the spectrum has a constant coordinate or is not on inputs.
+        ValueError: If an index is out of range, or the spectrum has a constant coordinate or is not
+            on inputs.
 
     References:
         Pearce et al. (2024), section 4.3.
@@ -272,9 +308,15 @@ def adversarial_mask(
     check_on_inputs("spectrum", spectrum)
     outputs, components, width = spectrum.vectors.shape
     if spectrum.constant:
-        fail("spectrum", "be of a network without biases or residual connection", "one with a constant coordinate")
+        fail(
+            "spectrum",
+            "be of a network without biases or residual connection",
+            "one with a constant coordinate",
+        )
     check_count("against", against, minimum=1, maximum=components)
     check_count("output", output, maximum=outputs - 1)
     check_count("component", component, maximum=against - 1)
-    mask = jnp.linalg.pinv(spectrum.vectors[:, :against].reshape(-1, width))[:, output * against + component]
+    mask = jnp.linalg.pinv(spectrum.vectors[:, :against].reshape(-1, width))[
+        :, output * against + component
+    ]
     return mask * (norm / jnp.linalg.norm(mask))

@@ -51,7 +51,9 @@ def rank_similarity(a: Spectrum, b: Spectrum) -> Float[Array, "outputs component
 
 
 @validated
-def matched_similarity(a: Spectrum, b: Spectrum, num_components: int) -> Float[Array, "outputs components"]:
+def matched_similarity(
+    a: Spectrum, b: Spectrum, num_components: int
+) -> Float[Array, "outputs components"]:
     """Return |cosine| under the one-to-one matching of leading components that maximises its sum.
 
     Args:
@@ -125,9 +127,12 @@ def bootstrap_interval(
         drawn = jax.random.randint(key, (num_resamples, count), 0, count)
         return jax.vmap(lambda row: jnp.bincount(row, length=count))(drawn).astype(float)
 
-    weights = [resample(jax.random.fold_in(key, index), count) for index, count in enumerate(groups)]
-    # Pairs share members, so members are drawn. A weight is how often a member was drawn, and a pair weighs the product
-    # of its two (Efron and Tibshirani, 1993, An introduction to the bootstrap, section 13.3).
+    weights = [
+        resample(jax.random.fold_in(key, index), count) for index, count in enumerate(groups)
+    ]
+    # Pairs share members, so members are drawn. A weight is how often a member was drawn, and a
+    # pair weighs the product of its two (Efron and Tibshirani, 1993, An introduction to the
+    # bootstrap, section 13.3).
     weights = jnp.concatenate(weights, 1)
     values = jax.vmap(statistic)(weights)
     low, high = jnp.nanquantile(values, jnp.asarray([0.5 - 0.5 * level, 0.5 + 0.5 * level]), axis=0)
@@ -150,8 +155,8 @@ def pair_mean(
         second: The other member of each pair.
 
     Returns:
-        A function of weights. It returns NaN if weights leave no pair, and raises `ValueError` if there are fewer
-        weights than members.
+        A function of weights. It returns NaN if weights leave no pair, and raises `ValueError` if
+        there are fewer weights than members.
 
     Raises:
         ValueError: If lengths differ, or an index is negative.
@@ -165,9 +170,16 @@ def pair_mean(
     def mean(weights: Array) -> Array:
         for name, members in known.items():
             if members.max() >= weights.shape[0]:
-                fail(name, f"hold members below {weights.shape[0]}, the number of weights", members.max())
+                fail(
+                    name,
+                    f"hold members below {weights.shape[0]}, the number of weights",
+                    members.max(),
+                )
         # A traced index that is out of range would be clamped.
-        chosen = [weights.at[jnp.asarray(members)].get(mode="fill", fill_value=jnp.nan) for members in pairs.values()]
+        chosen = [
+            weights.at[jnp.asarray(members)].get(mode="fill", fill_value=jnp.nan)
+            for members in pairs.values()
+        ]
         pair_weights = chosen[0] * chosen[1]
         return jnp.tensordot(pair_weights, table, 1) / jnp.sum(pair_weights)
 

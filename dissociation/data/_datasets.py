@@ -20,16 +20,16 @@ from dissociation.data._mnist import mnist_data
 class Dataset(eqx.Module):
     """Labelled images for training and testing, checked when the dataset is made.
 
-    Images are flat, [n, d]. Labels, integers [n] or one-hot rows [n, classes], are stored one-hot. Integers define
-    classes up to the largest of both splits; pass one-hot rows if there are more.
+    Images are flat, [n, d]. Labels, integers [n] or one-hot rows [n, classes], are stored one-hot.
+    Integers define classes up to the largest of both splits; pass one-hot rows if there are more.
 
     Attributes:
         name: Source of the images.
 
     Raises:
         TypeError: If images or labels do not hold numbers.
-        ValueError: If the name is empty, lengths or widths disagree, an image is not finite or holds integers above 1,
-            or labels are neither integers from 0 nor one-hot.
+        ValueError: If the name is empty, lengths or widths disagree, an image is not finite or
+            holds integers above 1, or labels are neither integers from 0 nor one-hot.
     """
 
     name: str = eqx.field(static=True)
@@ -57,7 +57,9 @@ class Dataset(eqx.Module):
             rows = as_one_hot(f"{split}_labels", labels[split], classes or None)
             check_same_length(f"{split}_images", len(images), f"{split}_labels", len(rows))
             setattr(self, f"{split}_labels", rows)
-        check_same_length("train_labels", self.num_classes, "test_labels", self.test_labels.shape[1], "classes")
+        check_same_length(
+            "train_labels", self.num_classes, "test_labels", self.test_labels.shape[1], "classes"
+        )
 
     @property
     def num_pixels(self) -> int:
@@ -78,12 +80,16 @@ def _classes_in(name: str, labels: Any) -> int:
     return 0 if is_traced(labels) else int(np.max(np.asarray(as_classes(name, labels)))) + 1
 
 
-def _glyphs(train: int | None, test: int | None, folder: Any, key: PRNGKey | None) -> tuple[np.ndarray, ...]:
+def _glyphs(
+    train: int | None, test: int | None, folder: Any, key: PRNGKey | None
+) -> tuple[np.ndarray, ...]:
     key = named_key("glyphs") if key is None else key
     return glyph_data(10_000 if train is None else train, 2_000 if test is None else test, key=key)
 
 
-def _mnist(train: int | None, test: int | None, folder: Any, key: PRNGKey | None) -> tuple[np.ndarray, ...]:
+def _mnist(
+    train: int | None, test: int | None, folder: Any, key: PRNGKey | None
+) -> tuple[np.ndarray, ...]:
     sizes = (("num_train", train),) * 2 + (("num_test", test),) * 2
     arrays = list(mnist_data(folder=folder))
     for i, (name, number) in enumerate(sizes):
@@ -100,7 +106,8 @@ SOURCES: dict[str, tuple[str, Callable[..., tuple[np.ndarray, ...]]]] = {
 }
 """Description and loader of each dataset.
 
-A loader takes the numbers of training and test images (None: defaults), folder and key, and returns both splits.
+A loader takes the numbers of training and test images (None: defaults), folder and key, and returns
+both splits.
 """
 
 NAMES = tuple(SOURCES)
@@ -120,8 +127,8 @@ def load(
 
     Args:
         name: One of `NAMES`: "glyphs" (digits drawn by code), "mnist".
-        num_train: Training images, at least 1; default 10 000 glyphs or MNIST's 60 000. From MNIST, the leading images
-            are taken.
+        num_train: Training images, at least 1; default 10 000 glyphs or MNIST's 60 000. From MNIST,
+            the leading images are taken.
         num_test: Test images, at least 1; default 2 000 glyphs or MNIST's 10 000.
         folder: Folder of MNIST's files, see `mnist_data`; ignored for glyphs.
         key: Random key of the glyphs, by default `named_key("glyphs")`; ignored for MNIST.
@@ -130,7 +137,8 @@ def load(
         The dataset of float32 NumPy arrays: images [n, 784] in [0, 1], one-hot labels [n, 10].
 
     Raises:
-        ValueError: If `name` is unknown or MNIST has fewer images; see `mnist_data` for other errors.
+        ValueError: If `name` is unknown or MNIST has fewer images; see `mnist_data` for other
+            errors.
     """
     check_choice("name", name, NAMES)
     for argument, number in (("num_train", num_train), ("num_test", num_test)):

@@ -24,7 +24,8 @@ NUM_CLASSES = 10
 BORDER = 2
 """Number of dark rows and columns on each side of an image."""
 
-# System fonts differ between machines. Sans obliques are left out: they are slanted upright fonts, and slant varies.
+# System fonts differ between machines. Sans obliques are left out: they are slanted upright fonts,
+# and slant varies.
 FONTS = (
     "DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSansMono-Bold",
     "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic",
@@ -75,11 +76,16 @@ def _signed_distance(polygons: list[np.ndarray], right: np.ndarray, up: np.ndarr
     start = start[:, :, np.sum(edge**2, axis=0)[0] > 0]
     from_right, from_up = right - start[0], up - start[1]
     along = np.clip((from_right * edge_right + from_up * edge_up) / length, 0, 1)
-    nearest = ((from_right - along * edge_right) ** 2 + (from_up - along * edge_up) ** 2).min(axis=1)
-    # A ray to the right crosses an edge upwards (+1) where the point lies left of it, downwards (-1) right of it.
+    nearest = ((from_right - along * edge_right) ** 2 + (from_up - along * edge_up) ** 2).min(
+        axis=1
+    )
+    # A ray to the right crosses an edge upwards (+1) where the point lies left of it, downwards
+    # (-1) right of it.
     left = edge_right * from_up > edge_up * from_right
     starts_below, ends_above = from_up >= 0, from_up < edge_up
-    winding = (starts_below & ends_above & left).sum(axis=1) - (~starts_below & ~ends_above & ~left).sum(axis=1)
+    winding = (starts_below & ends_above & left).sum(axis=1) - (
+        ~starts_below & ~ends_above & ~left
+    ).sum(axis=1)
     return np.sqrt(nearest) * np.where(winding != 0, 1, -1)
 
 
@@ -114,13 +120,16 @@ def _affine(draws: Float[Array, "4"], variation: Variation) -> Float[Array, "2 2
     return rotate @ jnp.stack([wide, slant * high, jnp.zeros_like(high), high]).reshape(2, 2)
 
 
-def _elastic(draws: Float[Array, "modes 2"], centres: Float[Array, "pixels 2"]) -> Float[Array, "pixels 2"]:
+def _elastic(
+    draws: Float[Array, "modes 2"], centres: Float[Array, "pixels 2"]
+) -> Float[Array, "pixels 2"]:
     """Return a smooth displacement: cosine modes with normal amplitudes over the squared wave number."""
     order = jnp.arange(_MODES, dtype=centres.dtype)
     waves = jnp.cos(jnp.pi * (centres[:, :, None] / SIDE + 0.5) * order[None, None, :])
     modes = (waves[:, 0, :, None] * waves[:, 1, None, :]).reshape(-1, _MODES**2)
     squares = (order[:, None] ** 2 + order[None, :] ** 2).reshape(-1)
-    # Without the constant mode, a shift, and with mean square one over draws and pixels along each axis.
+    # Without the constant mode, a shift, and with mean square one over draws and pixels along each
+    # axis.
     decay = jnp.where(squares > 0, 1 / jnp.maximum(squares, 1), 0)
     decay = decay / jnp.sqrt(jnp.sum(decay**2 * jnp.mean(modes**2, axis=0)))
     return modes @ (draws * decay[:, None])
@@ -135,14 +144,17 @@ def draw_glyph(
 ) -> Float[Array, " pixels"]:
     """Draw one digit in a random font.
 
-    Pixel `x` reads the distance field `f` at `u(x) = A (x + e(x) - t)`, with a random matrix `A`, smooth displacement
-    `e` and shift `t`. Its value is `clip(ink * clip((f(u(x)) + weight) / blur + 1/2, 0, 1) + noise, 0, 1)`.
+    Pixel `x` reads the distance field `f` at `u(x) = A (x + e(x) - t)`, with a random matrix `A`,
+    smooth displacement `e` and shift `t`. Its value is `clip(ink * clip((f(u(x)) + weight) / blur +
+    1/2, 0, 1) + noise, 0, 1)`.
     """
     dtype = templates.dtype
     uniform_key, normal_key = jax.random.split(key)
     font, weight, blur, fade, *even = jax.random.uniform(uniform_key, (10,), dtype)
     even = 2 * jnp.stack(even) - 1
-    grain, waves = jnp.split(jax.random.normal(normal_key, (SIDE**2 + 2 * _MODES**2,), dtype), [SIDE**2])
+    grain, waves = jnp.split(
+        jax.random.normal(normal_key, (SIDE**2 + 2 * _MODES**2,), dtype), [SIDE**2]
+    )
 
     line = jnp.arange(SIDE, dtype=dtype) - (SIDE - 1) / 2
     centres = jnp.stack(jnp.meshgrid(line, line, indexing="xy"), axis=-1).reshape(-1, 2)
@@ -153,7 +165,9 @@ def draw_glyph(
     # In low precision the product can round up to the number of fonts.
     font = jnp.minimum((font * num_fonts).astype(int), num_fonts - 1)
     column, row = (source.T / SIDE + 0.5) * (samples - 1)
-    distance = jax.scipy.ndimage.map_coordinates(templates[font, label], [row, column], order=1, mode="nearest")
+    distance = jax.scipy.ndimage.map_coordinates(
+        templates[font, label], [row, column], order=1, mode="nearest"
+    )
 
     weight = variation.weight * (1.25 * weight - 0.25)
     coverage = jnp.clip((distance + weight) / (1 + variation.blur * blur) + 0.5, 0, 1)
@@ -210,7 +224,8 @@ def _draw_each(
     def draw(item):
         return draw_glyph(templates, item[0], item[1], variation, border)
 
-    # Batches have one size, the last one padded, because a smaller one would compile a second program.
+    # Batches have one size, the last one padded, because a smaller one would compile a second
+    # program.
     num = labels.shape[0]
     if num <= batch_size:
         return jax.vmap(draw)((labels, keys))
@@ -262,9 +277,10 @@ def glyph_data(
 ]:
     """Draw a training and a test set of digits, in the form of `mnist_data`.
 
-    Both sets have the same fonts and variation, with independent draws. Labels are balanced and in random order. With
-    the same key a smaller set is the beginning of a larger one. The null space of at least 576 images is exactly the
-    208 pixels of the outer two rows and columns, which are zero.
+    Both sets have the same fonts and variation, with independent draws. Labels are balanced and in
+    random order. With the same key a smaller set is the beginning of a larger one. The null space
+    of at least 576 images is exactly the 208 pixels of the outer two rows and columns, which are
+    zero.
 
     Args:
         num_train: Training images, at least 1.
@@ -273,12 +289,14 @@ def glyph_data(
         variation: Variation of the images, by default `Variation()`.
 
     Returns:
-        `(train_images, train_labels, test_images, test_labels)`, float32 NumPy arrays: images [n, 784] in [0, 1],
-        one-hot labels [n, 10].
+        `(train_images, train_labels, test_images, test_labels)`, float32 NumPy arrays: images [n,
+        784] in [0, 1], one-hot labels [n, 10].
     """
     check_count("num_train", num_train, minimum=1)
     check_count("num_test", num_test, minimum=1)
     variation = Variation() if variation is None else variation
-    images, labels = jax.device_get(_draw_splits(jnp.asarray(glyph_templates()), num_train, num_test, key, variation))
+    images, labels = jax.device_get(
+        _draw_splits(jnp.asarray(glyph_templates()), num_train, num_test, key, variation)
+    )
     parts = images[:num_train], labels[:num_train], images[num_train:], labels[num_train:]
     return tuple(part.copy() for part in parts)  # writable, as MNIST's are

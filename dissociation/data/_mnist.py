@@ -44,20 +44,23 @@ MnistArrays = tuple[
 
 
 @validated
-def mnist_data(permute_train: bool = False, *, folder: str | os.PathLike[str] | None = None) -> MnistArrays:
+def mnist_data(
+    permute_train: bool = False, *, folder: str | os.PathLike[str] | None = None
+) -> MnistArrays:
     """Load MNIST as flat images in [0, 1] and one-hot labels.
 
-    Files (gzipped or not) are read from `folder`, by default the environment variable `DISSOCIATION_DATA`, or from its
-    subfolder `mnist`. Without either, they are read from the platform's cache folder, to which missing files are
-    downloaded. The SHA-256 of every file's contents is verified.
+    Files (gzipped or not) are read from `folder`, by default the environment variable
+    `DISSOCIATION_DATA`, or from its subfolder `mnist`. Without either, they are read from the
+    platform's cache folder, to which missing files are downloaded. The SHA-256 of every file's
+    contents is verified.
 
     Args:
         permute_train: If True, training images and labels are permuted together by a fixed seed.
         folder: Folder of the four files. If it or the variable is given, nothing is downloaded.
 
     Returns:
-        `(train_images [60000, 784], train_labels [60000, 10], test_images [10000, 784], test_labels [10000, 10])`,
-        float32 NumPy arrays.
+        `(train_images [60000, 784], train_labels [60000, 10], test_images [10000, 784], test_labels
+        [10000, 10])`, float32 NumPy arrays.
 
     Raises:
         FileNotFoundError: If `folder`, or the folder that the variable names, lacks a file.
@@ -95,11 +98,12 @@ def _read(path: Path, name: str) -> UInt8[np.ndarray, "..."]:
     digest = hashlib.sha256(contents).hexdigest()
     if digest != CHECKSUMS[name]:
         raise ValueError(
-            f"{path} is corrupt: the SHA-256 of its contents must be {CHECKSUMS[name]}, got {digest}. "
+            f"{path} is corrupt: the SHA-256 of its contents must be {CHECKSUMS[name]}, got "
+            f"{digest}. "
             "Delete it to have it downloaded again."
         )
-    # The header is two zero bytes, a type code (8: unsigned byte), the number of axes, and the length of each axis as
-    # a big-endian 32-bit integer.
+    # The header is two zero bytes, a type code (8: unsigned byte), the number of axes, and the
+    # length of each axis as a big-endian 32-bit integer.
     shape = np.frombuffer(contents, ">u4", contents[3], offset=4)
     return np.frombuffer(contents, np.uint8, offset=4 + shape.nbytes).reshape(shape)
 
@@ -115,7 +119,9 @@ def _find(name: str, folder: str | os.PathLike[str] | None) -> Path:
             return path
     if place is None:
         return _download(name)
-    raise FileNotFoundError(f"`{argument}` must be a folder that holds {name} or {name}.gz, got {str(place)!r}.")
+    raise FileNotFoundError(
+        f"`{argument}` must be a folder that holds {name} or {name}.gz, got {str(place)!r}."
+    )
 
 
 def _download(name: str) -> Path:
@@ -135,14 +141,18 @@ def _download(name: str) -> Path:
             # Mirrors may compress differently, so the contents are verified, not the file.
             pooch.retrieve(mirror + target.name, None, target.name, target.parent, **options)
             _read(target, name)
-            target.chmod(target.parent.stat().st_mode & 0o666)  # pooch's files are readable by their owner alone
+            target.chmod(
+                target.parent.stat().st_mode & 0o666
+            )  # pooch's files are readable by their owner alone
             return target
         except (OSError, ValueError) as error:  # requests' errors are OSErrors
             target.unlink(missing_ok=True)
             failures.append(f"{mirror}: {error}")
     raise ConnectionError(
-        f"MNIST could not be downloaded ({'; '.join(failures)}). Three ways out: pass `folder=` with the four IDX "
-        f"files; set {ENVIRONMENT_VARIABLE} to such a folder; or use the built-in data, `--data glyphs`, which "
+        f"MNIST could not be downloaded ({'; '.join(failures)}). Three ways out: pass `folder=` "
+        "with the four IDX "
+        f"files; set {ENVIRONMENT_VARIABLE} to such a folder; or use the built-in data, `--data "
+        "glyphs`, which "
         "needs no download."
     )
 

@@ -41,13 +41,13 @@ def rotated_quarters(
     Rotation is counter-clockwise, with row 0 at the top. The images are permuted before and after.
 
     Args:
-        images: Square images, flat [n, side * side] or [n, side, side], n at least 4. The first n mod 4 quarters hold
-            one image more.
+        images: Square images, flat [n, side * side] or [n, side, side], n at least 4. The first n
+            mod 4 quarters hold one image more.
         key: Random key of both permutations.
 
     Returns:
-        `(images, labels)`: the rotated images in their shape and dtype, and one-hot labels [n, 4], column k for k
-        quarter turns. The labels' dtype is the images', float32 for integer images.
+        `(images, labels)`: the rotated images in their shape and dtype, and one-hot labels [n, 4],
+        column k for k quarter turns. The labels' dtype is the images', float32 for integer images.
     """
     images = jnp.asarray(images)
     side, num = _side(images), images.shape[0]
@@ -58,16 +58,22 @@ def rotated_quarters(
     # The later half of MNIST's test set is easier than the first.
     order = jax.random.permutation(first_key, num)
     quarters = jnp.array_split(images[order].reshape(num, side, side), NUM_QUARTERS)
-    turned = jnp.concatenate([jnp.rot90(quarter, k, axes=(1, 2)) for k, quarter in enumerate(quarters)])
+    turned = jnp.concatenate(
+        [jnp.rot90(quarter, k, axes=(1, 2)) for k, quarter in enumerate(quarters)]
+    )
     turns = np.repeat(np.arange(NUM_QUARTERS), [len(quarter) for quarter in quarters])
     last = jax.random.permutation(last_key, num)
-    return turned.reshape(images.shape)[last], jax.nn.one_hot(turns, NUM_QUARTERS, dtype=dtype)[last]
+    return turned.reshape(images.shape)[last], jax.nn.one_hot(turns, NUM_QUARTERS, dtype=dtype)[
+        last
+    ]
 
 
 def coarse_labels(labels: Digits) -> Float[Array, "n 6"]:
     """Add the label columns [n, 10] of digits with one least prime factor: 4, 6, 8 to 2, and 9 to 3."""
     labels = jnp.asarray(labels)
-    return jnp.stack([sum(labels[:, digit] for digit in group) for group in DIGITS_BY_FACTOR.values()], axis=1)
+    return jnp.stack(
+        [sum(labels[:, digit] for digit in group) for group in DIGITS_BY_FACTOR.values()], axis=1
+    )
 
 
 @validated

@@ -42,17 +42,23 @@ def read_part(path: Path, digest: str) -> Arrays:
     if run != digest:
         raise RefusedFile(f"{path} belongs to another run. Delete it to compute this part again.")
     if checksum != _checksum(path, arrays, digest):
-        raise RefusedFile(f"{path} was changed or renamed since it was written. Delete it to compute it again.")
+        raise RefusedFile(
+            f"{path} was changed or renamed since it was written. Delete it to compute it again."
+        )
     return arrays
 
 
 def _checksum(path: Path, arrays: Arrays, digest: str) -> str:
-    return checkpoint.fingerprint([np.asarray(f"{digest} {path.name}"), dict(sorted(arrays.items()))])
+    return checkpoint.fingerprint(
+        [np.asarray(f"{digest} {path.name}"), dict(sorted(arrays.items()))]
+    )
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Return the names of the entries in which two identities differ; of "config", the names of its settings."""
-    names = sorted(name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name))
+    names = sorted(
+        name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name)
+    )
     one, other = stored.get("config"), wanted.get("config")
     if "config" in names and isinstance(one, dict) and isinstance(other, dict):
         names.remove("config")
@@ -76,7 +82,9 @@ def read_identity(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the identity of a folder's run."""
     path, advice = Path(folder) / IDENTITY, "Delete or move its folder to start from scratch."
     if not path.is_file():
-        raise FileNotFoundError(f"`folder` must hold parts of a run, got {folder}, without {IDENTITY}.")
+        raise FileNotFoundError(
+            f"`folder` must hold parts of a run, got {folder}, without {IDENTITY}."
+        )
     with reading(path, advice):
         kept = json.loads(path.read_bytes())
         identity, digest = dict(kept["identity"]), kept["digest"]
@@ -88,8 +96,8 @@ def read_identity(folder: str | os.PathLike[str]) -> dict[str, Any]:
 class Cache:
     """Named parts of a long computation, each saved in a folder when it is computed; a context manager.
 
-    A part is a dictionary of arrays. A folder holds parts of one identity (configuration, key and data), and is locked
-    by one process, the only one that writes.
+    A part is a dictionary of arrays. A folder holds parts of one identity (configuration, key and
+    data), and is locked by one process, the only one that writes.
 
     Args:
         folder: Folder of the parts; None saves nothing.
@@ -97,7 +105,12 @@ class Cache:
         progress: Meter of `get_all`: "auto", "terminal", a function that opens one, or None.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any], progress: AnyMeter = None):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        identity: Mapping[str, Any],
+        progress: AnyMeter = None,
+    ):
         self.folder = None if folder is None else Path(folder)
         self.identity, self.digest = as_json(dict(identity)), digest_of(identity)
         self.progress = progress
@@ -125,7 +138,8 @@ class Cache:
                 write_bytes(folder / IDENTITY, json.dumps(kept, indent=2).encode())
             elif different := differences(read_identity(folder), self.identity):
                 raise RefusedFile(
-                    f"`folder` must hold parts of the same run, got {folder}, whose {checks.that_differ(different)}. "
+                    f"`folder` must hold parts of the same run, got {folder}, whose "
+                    f"{checks.that_differ(different)}. "
                     "Name another folder, or delete this one to start from scratch."
                 )
             self._held = stack.pop_all()
@@ -144,7 +158,10 @@ class Cache:
             return
         # Digest and checksum detect arrays that were changed, renamed or copied from another run.
         values = {key: np.asarray(value) for key, value in arrays.items()}
-        marks = {_RUN: np.asarray(self.digest), _CHECKSUM: np.asarray(_checksum(path, values, self.digest))}
+        marks = {
+            _RUN: np.asarray(self.digest),
+            _CHECKSUM: np.asarray(_checksum(path, values, self.digest)),
+        }
         with replacing(path) as file:
             np.savez_compressed(file, **values, **marks)  # pyright: ignore[reportArgumentType]
 
@@ -169,7 +186,9 @@ class Cache:
         self.save(name, {**arrays, "seconds": np.asarray(self.seconds[name])})
         return arrays
 
-    def get_all(self, jobs: Mapping[str, Callable[[], Mapping[str, Any]]], title: str) -> dict[str, Arrays]:
+    def get_all(
+        self, jobs: Mapping[str, Callable[[], Mapping[str, Any]]], title: str
+    ) -> dict[str, Arrays]:
         """Return the parts that `jobs` compute, by name, and show a meter titled `title`; see `get`."""
         found = {}
         with closing(open_meter(self.progress, len(jobs), title)) as meter:

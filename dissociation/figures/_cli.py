@@ -14,13 +14,24 @@ similarity 46 s, freedom 17 s, manifold 68 s, planted 94 s. In full: robustness 
 freedom 2 minutes, similarity 7, planted 29, collapse 49, transfer 80 (3 seeds).
 The same command resumes an interrupted run. --version prints the version."""
 
-NAMES = ("robustness", "transfer", "eigenvectors", "collapse", "similarity", "freedom", "manifold", "planted")
+NAMES = (
+    "robustness",
+    "transfer",
+    "eigenvectors",
+    "collapse",
+    "similarity",
+    "freedom",
+    "manifold",
+    "planted",
+)
 
 
 def figures(*names: str) -> dict[str, Figure]:
     """Return figures of this package by command name, by default all."""
     # Imported here, because it takes seconds.
-    modules: dict[str, Any] = {name: import_module(f"dissociation.figures.{name}") for name in names or NAMES}
+    modules: dict[str, Any] = {
+        name: import_module(f"dissociation.figures.{name}") for name in names or NAMES
+    }
     return modules
 
 

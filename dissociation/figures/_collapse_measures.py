@@ -41,7 +41,8 @@ def spread_observations(num_steps: int, number: int) -> np.ndarray:
     if number >= len(times):
         return times
     finer = number
-    while True:  # several wanted steps may be nearest to one observation, so more are wanted until enough differ
+    # several wanted steps may be nearest to one observation, so more are wanted until enough differ
+    while True:
         wanted = log_spaced_steps(num_steps, min(finer, num_steps + 1))
         chosen = np.unique(times[np.abs(times[None] - wanted[:, None]).argmin(1)])
         if len(chosen) >= number:
@@ -55,9 +56,13 @@ class Information(eqx.Module):
     images: Float[Array, "n d"]  # standardised
     labels: Float[Array, "n classes"]  # one-hot
     codes: Float[Array, "n code"]  # compressed and whitened images
-    feature_noise: float = eqx.field(static=True)  # standard deviation of the noise on whitened features
+    feature_noise: float = eqx.field(
+        static=True
+    )  # standard deviation of the noise on whitened features
     num_neighbours: int = eqx.field(static=True)
-    smoothing: float = eqx.field(static=True)  # noise of smoothed information over the features' spread
+    smoothing: float = eqx.field(
+        static=True
+    )  # noise of smoothed information over the features' spread
     num_smoothed: int = eqx.field(static=True)  # images for smoothed information
 
     def __call__(self, model: Any, key: Array) -> dict[str, Array]:
@@ -69,7 +74,13 @@ class Information(eqx.Module):
         plane, features = after(plane, features)
         # At this sigma the median bandwidth is the published one for features of variance 1.
         free = information_plane(
-            features, self.images, self.labels, key=keys[0], batch_size=size, sigma=5 / 2**0.5, bandwidth="median"
+            features,
+            self.images,
+            self.labels,
+            key=keys[0],
+            batch_size=size,
+            sigma=5 / 2**0.5,
+            bandwidth="median",
         )
         free, features = after(free, features)
         codes = whiten(features, self.codes.shape[1])
@@ -82,7 +93,9 @@ class Information(eqx.Module):
             found |= {f"nhsic_zx{name}_null": own.zx_null, f"nhsic_zy{name}_null": own.zy_null}
         for name, z in (("", codes), ("_null", codes[order])):
             zx = information(self.codes, z, num_neighbours=self.num_neighbours)
-            zy = label_information(z, truth, num_classes=classes, num_neighbours=self.num_neighbours)
+            zy = label_information(
+                z, truth, num_classes=classes, num_neighbours=self.num_neighbours
+            )
             found |= {f"mi_zx_compression{name}": zx.value, f"mi_zy_compression{name}": zy.value}
             found |= {f"mi_zx_error{name}": zx.error, f"mi_zy_error{name}": zy.error}
         some = features[: self.num_smoothed]
@@ -95,16 +108,20 @@ class Information(eqx.Module):
 def information_measures(config: Any, data: Dataset, codes: Array | np.ndarray) -> Information:
     """Return the expensive measures on the first test images; `config` has the fields of `Information`."""
     images, labels = data.test_images[: len(codes)], data.test_labels[: len(codes)]
-    options = {name: getattr(config, name) for name in ("feature_noise", "num_neighbours", "smoothing", "num_smoothed")}
+    options = {
+        name: getattr(config, name)
+        for name in ("feature_noise", "num_neighbours", "smoothing", "num_smoothed")
+    }
     return Information(standardised(images), jnp.asarray(labels), jnp.asarray(codes), **options)
 
 
 def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: int) -> Arrays:
     """Return signed distances of samples of two classes to the boundary between the classes, in every network.
 
-    "margin_{class}_{train|test}" is [members, samples]; "plane_{class}_{train|test}", coordinates in the plane of the
-    two classes' weights, [members, samples, 2]; "plane_boundary", the boundary's place on the first axis, [members].
-    "test" are all test images, and the training images after the first `num_train`.
+    "margin_{class}_{train|test}" is [members, samples]; "plane_{class}_{train|test}", coordinates
+    in the plane of the two classes' weights, [members, samples, 2]; "plane_boundary", the
+    boundary's place on the first axis, [members]. "test" are all test images, and the training
+    images after the first `num_train`.
     """
     images, labels = (
         np.split(np.concatenate(parts), [num_train])
@@ -119,13 +136,19 @@ def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: 
             # Not in a compiled loop over members, in which convolutions are slow on a CPU.
             parts = [_places(model, chosen, *classes) for model in each]
             margin, plane, boundary = (np.stack(part) for part in zip(*parts, strict=True))
-            margins |= {f"margin_{label}_{split}": margin, f"plane_{label}_{split}": plane, "plane_boundary": boundary}
+            margins |= {
+                f"margin_{label}_{split}": margin,
+                f"plane_{label}_{split}": plane,
+                "plane_boundary": boundary,
+            }
     return margins
 
 
 @eqx.filter_jit
 def _places(model: Any, images: Array, first: int, second: int) -> tuple[Array, Array, Array]:
-    return class_places(representations(model, images)["features"], *linear_head(model), first, second)
+    return class_places(
+        representations(model, images)["features"], *linear_head(model), first, second
+    )
 
 
 class SeriesKeeper:
@@ -152,14 +175,17 @@ class SeriesKeeper:
 
 def flat(observed: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return observations with expensive measures on the level of the cheap ones."""
-    return {**{name: leaf for name, leaf in observed.items() if name != "expensive"}, **observed.get("expensive", {})}
+    return {
+        **{name: leaf for name, leaf in observed.items() if name != "expensive"},
+        **observed.get("expensive", {}),
+    }
 
 
 def first_crossings(config: Any, series: Arrays, time_step: np.ndarray) -> tuple[Arrays, Arrays]:
     """Return by event the first steps beyond the thresholds, and the steps at which watching ended, [decay, seed].
 
-    First steps are NaN if a network never crossed. Both are NaN if it diverged; ends of "delay", if it never fitted.
-    "collapsed" is the first such step from "fitted" on, "delay" their difference.
+    First steps are NaN if a network never crossed. Both are NaN if it diverged; ends of "delay", if
+    it never fitted. "collapsed" is the first such step from "fitted" on, "delay" their difference.
     """
     times, end = np.asarray(time_step, np.float32), float(time_step[-1])
     generalised = np.asarray(first_cross(times, series["test_accuracy"], config.test_threshold))
@@ -170,41 +196,58 @@ def first_crossings(config: Any, series: Arrays, time_step: np.ndarray) -> tuple
     first = dict(zip(EVENTS, (fitted, generalised, collapsed, collapsed - fitted), strict=True))
     ends = dict.fromkeys(EVENTS, np.full(fitted.shape, end)) | {"delay": end - fitted}
     diverged = ~np.isfinite(series["train_loss"]).all(-1)
-    first, ends = ({name: np.where(diverged, np.nan, each[name]) for name in EVENTS} for each in (first, ends))
+    first, ends = (
+        {name: np.where(diverged, np.nan, each[name]) for name in EVENTS} for each in (first, ends)
+    )
     return first, ends
 
 
 def median_of(steps: np.ndarray, ends: np.ndarray) -> Median:
     """Return the median step over the networks with known ends; NaN without any."""
     known = ~np.isnan(ends)
-    return median_crossing(steps[known], ends[known]) if known.any() else Median(np.nan, np.nan, np.nan)
+    return (
+        median_crossing(steps[known], ends[known])
+        if known.any()
+        else Median(np.nan, np.nan, np.nan)
+    )
 
 
 def crossings(config: Any, series: Arrays, time_step: np.ndarray) -> tuple[dict[str, Any], str]:
     """Return variables on the steps at which networks crossed the thresholds, and a sentence on slopes.
 
-    `first_crossing` [events, weight_decays, seeds], see `first_crossings`; `median_crossing` [events, weight_decays,
-    bounds] with 90 % intervals, over the seeds that did not diverge and for "delay" fitted; `diverged`
-    [weight_decays, seeds].
+    `first_crossing` [events, weight_decays, seeds], see `first_crossings`; `median_crossing`
+    [events, weight_decays, bounds] with 90 % intervals, over the seeds that did not diverge and for
+    "delay" fitted; `diverged` [weight_decays, seeds].
     """
     first, ends = first_crossings(config, series, time_step)
-    median = [[median_of(*both) for both in zip(first[name], ends[name], strict=True)] for name in EVENTS]
+    median = [
+        [median_of(*both) for both in zip(first[name], ends[name], strict=True)] for name in EVENTS
+    ]
     decays = np.asarray(config.weight_decays, float)
     sentences = []
     for name, words in (("collapsed", "collapse time"), ("delay", "delay after fitting")):
-        # A logarithm has no place for 0: neither a decay, nor a delay of a network that fitted at the last step.
+        # A logarithm has no place for 0: neither a decay, nor a delay of a network that fitted at
+        # the last step.
         kept = (decays[:, None] > 0) & (ends[name] > 0)
         at = np.broadcast_to(decays[:, None], kept.shape)
         try:
             slope = log_slope(first[name][kept].astype(float), at[kept], ends[name][kept])
         except ValueError:
             crossed = f"{np.isfinite(first[name]).sum()} of {first[name].size} networks"
-            sentences.append(f"{words}: no slope, which takes three crossings at two weight decays, of {crossed}")
+            sentences.append(
+                f"{words}: no slope, which takes three crossings at two weight decays, of {crossed}"
+            )
             continue
-        sentences.append(f"{words} goes as (weight decay)^({slope.slope:.2f} \u00b1 {slope.error:.2f})")
+        sentences.append(
+            f"{words} goes as (weight decay)^({slope.slope:.2f} \u00b1 {slope.error:.2f})"
+        )
     steps = {"units": "steps"}
     variables = {
-        "first_crossing": (("events", "weight_decays", "seeds"), np.stack(list(first.values())), steps),
+        "first_crossing": (
+            ("events", "weight_decays", "seeds"),
+            np.stack(list(first.values())),
+            steps,
+        ),
         "median_crossing": (("events", "weight_decays", "bounds"), np.array(median), steps),
         "diverged": (("weight_decays", "seeds"), np.isnan(ends["fitted"])),
     }
@@ -225,14 +268,25 @@ def assemble(
     finite = np.isfinite(flat["train_loss"])
     if diverged_at is None:  # the first observation that is not finite
         diverged_at = np.where(finite.all(-1), -1, steps[np.argmin(finite, -1)])
-    series = {name: np.where(finite, values, np.nan).reshape(*grid, -1) for name, values in flat.items()}
+    series = {
+        name: np.where(finite, values, np.nan).reshape(*grid, -1) for name, values in flat.items()
+    }
     crossed, slope = crossings(config, series, steps)
     networks, measured = ("weight_decays", "seeds"), np.isin(steps, config.information_steps())
-    variables: dict[str, Any] = {"diverged_at": (networks, np.asarray(diverged_at).reshape(grid)), **crossed}
+    variables: dict[str, Any] = {
+        "diverged_at": (networks, np.asarray(diverged_at).reshape(grid)),
+        **crossed,
+    }
     for name, values in series.items():
         expensive = name.startswith(("nhsic", "mi_"))
-        axis, kept = ("information_step", values[..., measured]) if expensive else ("time_step", values)
-        variables[name] = ((*networks, axis), kept, {"units": "nats"} if name.startswith("mi_") else {})
+        axis, kept = (
+            ("information_step", values[..., measured]) if expensive else ("time_step", values)
+        )
+        variables[name] = (
+            (*networks, axis),
+            kept,
+            {"units": "nats"} if name.startswith("mi_") else {},
+        )
     coords = {
         "weight_decays": list(config.weight_decays),
         "seeds": list(config.seeds),
@@ -244,9 +298,14 @@ def assemble(
     if margins:
         axes = ("classes", "splits", *networks, "images")
         for kind, dims in (("margin", axes), ("plane", (*axes, "coordinates"))):
-            values = padded([margins[f"{kind}_{label}_{split}"] for label in config.classes for split in SPLITS])
+            values = padded(
+                [margins[f"{kind}_{label}_{split}"] for label in config.classes for split in SPLITS]
+            )
             values[:, diverged_at >= 0] = np.nan
-            variables[kind] = (dims, values.reshape(len(config.classes), len(SPLITS), *grid, *values.shape[2:]))
+            variables[kind] = (
+                dims,
+                values.reshape(len(config.classes), len(SPLITS), *grid, *values.shape[2:]),
+            )
         boundary = np.where(diverged_at < 0, margins["plane_boundary"], np.nan)
         variables["plane_boundary"] = (networks, boundary.reshape(grid))
         coords |= {"classes": list(config.classes), "splits": list(SPLITS)}

@@ -62,7 +62,11 @@ class RunOptions:
 
 
 def run_command(
-    figures: Mapping[str, Figure], arguments: Sequence[str] | None, *, program: str, description: str
+    figures: Mapping[str, Figure],
+    arguments: Sequence[str] | None,
+    *,
+    program: str,
+    description: str,
 ) -> int:
     """Run the command line of a package.
 
@@ -87,7 +91,9 @@ def run_command(
         if words and words[0] in commands:
             chosen = tyro.cli(commands[words[0]], prog=f"{program} {words[0]}", args=words[1:])
         else:
-            chosen = tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=description, args=words)
+            chosen = tyro.extras.subcommand_cli_from_dict(
+                commands, prog=program, description=description, args=words
+            )
         return chosen()
     return 0
 
@@ -104,7 +110,9 @@ def _until_readers_leave() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[..., Callable[[], int]]:
+def _command(
+    figure: Figure, words: Sequence[str], program: str
+) -> Callable[..., Callable[[], int]]:
     """Return a function of a figure's options, from which tyro makes the command."""
     # With `--quick`, the defaults in `--help` are those of a smoke run.
     default = figure.Config().quick() if "--quick" in words else figure.Config()
@@ -120,7 +128,12 @@ def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[...
 
 
 def produce(
-    figure: Figure, config: Any, run: RunOptions, *, program: str = "dissociation", words: Sequence[str] = ()
+    figure: Figure,
+    config: Any,
+    run: RunOptions,
+    *,
+    program: str = "dissociation",
+    words: Sequence[str] = (),
 ) -> int:
     """Compute, draw and write one figure; return the exit status."""
     began = time.perf_counter()
@@ -140,11 +153,15 @@ def produce(
         nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
         return _tell(program, f"{error} (while writing to {run.out})" if nameless else error, 1)
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) or interrupts.heard():  # a compiler can turn it into another exception
+        if (
+            isinstance(error, KeyboardInterrupt) or interrupts.heard()
+        ):  # a compiler can turn it into another exception
             print(f"\n{program}: stopped. {interrupts.advice}", file=sys.stderr)
             return interrupts.status()
         if "RESOURCE_EXHAUSTED" in str(error):
-            return _tell(program, f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1)
+            return _tell(
+                program, f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1
+            )
         raise
     return 0
 
@@ -154,26 +171,42 @@ def _tell(program: str, what: object, status: int) -> int:
     return status
 
 
-def _run(figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequence[str], began: float) -> None:
+def _run(
+    figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequence[str], began: float
+) -> None:
     key = jax.random.PRNGKey(run.seed)
     identity = caches.identity_of(config, key, data)
     folder = run.out / run_name(figure, run, identity)
     with contextlib.ExitStack() as held:
         _take_folder(run, folder, held)
         interrupts.advice = f"The same command resumes; finished parts are in {folder / 'parts'}."
-        facts = {"figure": figure.STEM, **identity, "seed": run.seed, "environment": provenance.environment()}
+        facts = {
+            "figure": figure.STEM,
+            **identity,
+            "seed": run.seed,
+            "environment": provenance.environment(),
+        }
         goes_on = [word for word in words if word != "--fresh"]
         held.enter_context(provenance.recorded(folder, goes_on, facts))
         compiling = start_compilation_cache()
         progress = None if run.silent else "terminal"
         cache = held.enter_context(caches.Cache(folder / "parts", identity, progress))
         dataset = figure.compute(config, key=key, data=data, cache=cache)
-        seconds = {**cache.seconds, "this call": time.perf_counter() - began, "compiling": compiling["seconds"]}
+        seconds = {
+            **cache.seconds,
+            "this call": time.perf_counter() - began,
+            "compiling": compiling["seconds"],
+        }
         made = {"command": shlex.join(words), "seed": run.seed}
         written = _write(figure, folder, dataset, cache.network, made, seconds)
-        compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
+        compiled = (
+            f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
+        )
         kept = jax.config.values["jax_compilation_cache_dir"]
-        print(f"\n{seconds['this call']:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
+        print(
+            f"\n{seconds['this call']:.0f} s; {compiled} ({compiling['cached']} more came from "
+            f"{kept})."
+        )
         print(f"Wrote {', '.join(written)} in {folder}", flush=True)
 
 
@@ -181,7 +214,9 @@ def _take_folder(run: RunOptions, folder: Path, held: contextlib.ExitStack) -> N
     """Lock the folder of a run; with `--fresh` rename earlier parts."""
     parts = folder / "parts"
     if run.resume and not (parts / caches.IDENTITY).exists():
-        raise RefusedFile(f"`resume` must find an earlier run of the same settings, got none in {folder}.")
+        raise RefusedFile(
+            f"`resume` must find an earlier run of the same settings, got none in {folder}."
+        )
     held.enter_context(locked(folder / ".lock", folder))
     if not parts.exists():
         return
@@ -203,7 +238,10 @@ def _write(
     """Draw a figure, write its files, print its table, and return the names of the files."""
     stem = folder / figure.STEM
     exhibit, environment = exhibit_of(figure, dataset), provenance.environment()
-    written = [*plotting.save_figure(exhibit.figure, stem), save_results(dataset, stem.with_suffix(".npz"))]
+    written = [
+        *plotting.save_figure(exhibit.figure, stem),
+        save_results(dataset, stem.with_suffix(".npz")),
+    ]
     attributes = {name: decoded(value) for name, value in dataset.attrs.items()}
     axes = {name: array.dims for name, array in dataset.variables.items()}
     facts = {"seed": made["seed"], "axes": axes, "seconds": seconds, "environment": environment}
@@ -211,7 +249,10 @@ def _write(
     strict = json.loads(json.dumps(as_json(attributes | facts)), parse_constant=lambda _: None)
     written.append(stem.with_suffix(".json"))
     write_bytes(written[-1], (json.dumps(strict, indent=2) + "\n").encode())
-    memory = {f"peak on {name} (MiB)": round(size / 2**20) for name, size in provenance.peak_memory().items()}
+    memory = {
+        f"peak on {name} (MiB)": round(size / 2**20)
+        for name, size in provenance.peak_memory().items()
+    }
     sections = {
         **certificates_of(dataset),
         "settings": attributes["config"],

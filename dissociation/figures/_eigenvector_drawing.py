@@ -20,7 +20,11 @@ def draw(dataset: xarray.Dataset) -> Figure:
     figure = plt.figure(figsize=(7.2, 6.8))
     rows: Any = figure.subfigures(3, 1, height_ratios=[1.1, 1.0, 1.05])
     upper, middle, lower = rows
-    panels = [*_draw_similarity(upper, dataset), *_draw_truncation(middle, dataset), *_draw_details(lower, dataset)]
+    panels = [
+        *_draw_similarity(upper, dataset),
+        *_draw_truncation(middle, dataset),
+        *_draw_details(lower, dataset),
+    ]
     plotting.letter(*panels)
     return figure
 
@@ -29,27 +33,44 @@ def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     config = config_of(dataset)
     errors = [of_size(dataset, size).error.values for size in config.sizes]
-    counts = ", ".join(f"{error.shape[1]} of size {size}" for size, error in zip(config.sizes, errors, strict=True))
+    counts = ", ".join(
+        f"{error.shape[1]} of size {size}" for size, error in zip(config.sizes, errors, strict=True)
+    )
     return (
-        f"|Cosine| of equally ranked eigenvectors of bilinear networks and networks of size {config.reference}: means "
-        "over pairs and classes with 90 % intervals that resample networks (a), and the leading eigenvector between "
-        "sizes (b). Test error of the leading components of every digit (c), and its excess over the whole network, in "
-        f"two orders of the components (d, e). {plotting.drawn_as(*(curves for error in errors for curves in error))} "
-        f"One network of size {config.reference} and digit {config.digit}: eigenvalues (f), the three most positive "
-        "and three most negative eigenvectors (g), and one test image with the five components that contribute most to "
-        f"its logit (h). The sign of an eigenvector is arbitrary. Networks: {counts}. Data: {headline(dataset)}."
+        "|Cosine| of equally ranked eigenvectors of bilinear networks and networks of size "
+        f"{config.reference}: means "
+        "over pairs and classes with 90 % intervals that resample networks (a), and the leading "
+        "eigenvector between "
+        "sizes (b). Test error of the leading components of every digit (c), and its excess over "
+        "the whole network, in "
+        "two orders of the components (d, e). "
+        f"{plotting.drawn_as(*(curves for error in errors for curves in error))} "
+        f"One network of size {config.reference} and digit {config.digit}: eigenvalues (f), the "
+        "three most positive "
+        "and three most negative eigenvectors (g), and one test image with the five components "
+        "that contribute most to "
+        f"its logit (h). The sign of an eigenvector is arbitrary. Networks: {counts}. Data: "
+        f"{headline(dataset)}."
     )
 
 
-def components_needed(dataset: xarray.Dataset, order: str = "magnitude", drop: float = 1e-3) -> dict[int, float]:
+def components_needed(
+    dataset: xarray.Dataset, order: str = "magnitude", drop: float = 1e-3
+) -> dict[int, float]:
     """Return by size the least number of components per class that costs less accuracy than `drop`, mean over seeds.
 
     It is infinite if `num_components` are too few.
     """
     added = dataset.error.sel(orders=order) - dataset.full_error
-    enough = plotting.summarise(added.transpose("seeds", "hidden_sizes", "components").values).mean < drop
+    enough = (
+        plotting.summarise(added.transpose("seeds", "hidden_sizes", "components").values).mean
+        < drop
+    )
     sizes = dataset.hidden_sizes.values.tolist()
-    return {size: float(row.argmax()) if row.any() else np.inf for size, row in zip(sizes, enough, strict=True)}
+    return {
+        size: float(row.argmax()) if row.any() else np.inf
+        for size, row in zip(sizes, enough, strict=True)
+    }
 
 
 def headline(dataset: xarray.Dataset) -> str:
@@ -59,7 +80,8 @@ def headline(dataset: xarray.Dataset) -> str:
     names = [f"size {size} seed {i}" for size, own in steps.items() for i in range(len(own))]
     gone = named_diverged(names, np.concatenate(list(steps.values())))
     return (
-        f"{data_line(dataset)}, {config.num_epochs} epochs; similarities with size {config.reference}, "
+        f"{data_line(dataset)}, {config.num_epochs} epochs; similarities with size "
+        f"{config.reference}, "
         f"pairs of different networks only{gone}"
     )
 
@@ -67,16 +89,28 @@ def headline(dataset: xarray.Dataset) -> str:
 def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per size: accuracy, similarity of some ranks in three orders, components needed."""
     shown = [rank for rank in (1, 5, 20) if rank <= config_of(dataset).num_ranks]
-    rows = [["size", "seeds", "accuracy", *(f"rank {rank}, {by}" for by in RANKINGS for rank in shown)]]
+    rows = [
+        ["size", "seeds", "accuracy", *(f"rank {rank}, {by}" for by in RANKINGS for rank in shown)]
+    ]
     rows[0] += ["matched", "form", "needed", "needed, by contribution"]
     needed = [components_needed(dataset, order) for order in ORDERS]
     for size in dataset.hidden_sizes.values.tolist():
         one = of_size(dataset, size)
         accuracy = 100 * (1 - one.full_error.values)
-        means = {str(name): pooled(values.values) for name, values in zip(MEASURES, one.similarity, strict=True)}
+        means = {
+            str(name): pooled(values.values)
+            for name, values in zip(MEASURES, one.similarity, strict=True)
+        }
         row = [str(size), str(len(accuracy)), cell(accuracy, unit=" %")]
-        row += [f"{means[by][rank - 1]:.3f}" if rank <= len(means[by]) else "" for by in RANKINGS for rank in shown]
-        row += [f"{means['matched'].mean():.3f}", f"{pooled(one.form.values[..., None]).mean():.3f}"]
+        row += [
+            f"{means[by][rank - 1]:.3f}" if rank <= len(means[by]) else ""
+            for by in RANKINGS
+            for rank in shown
+        ]
+        row += [
+            f"{means['matched'].mean():.3f}",
+            f"{pooled(one.form.values[..., None]).mean():.3f}",
+        ]
         rows.append(row + [f"{found[size]:g}" for found in needed])
     return rows
 
@@ -93,18 +127,35 @@ def _draw_similarity(panel: Any, dataset: xarray.Dataset) -> tuple[Any, Any]:
     left, right = panel.subplots(1, 2, width_ratios=[1.6, 1])
     config = config_of(dataset)
     for index, size in enumerate(config.sizes):
-        mean, low, high = of_size(dataset, size).interval.sel(measures="magnitude", kinds="members").values
+        mean, low, high = (
+            of_size(dataset, size).interval.sel(measures="magnitude", kinds="members").values
+        )
         ranks = np.arange(1, len(mean) + 1)
         left.fill_between(ranks, low, high, alpha=0.25, color=plotting.color(index), linewidth=0)
         left.plot(ranks, mean, label=str(size), **plotting.look(index))
     chance = (2 / (np.pi * len(dataset.pixels))) ** 0.5
     left.axhline(chance, color="black", linestyle=":", linewidth=0.8, label="chance")
-    left.set(xlabel="eigenvector rank", ylabel="similarity", ylim=(0, 1.01), title=f"with size {config.reference}")
+    left.set(
+        xlabel="eigenvector rank",
+        ylabel="similarity",
+        ylim=(0, 1.01),
+        title=f"with size {config.reference}",
+    )
     _ranks(left, len(dataset.ranks))
-    panel.legend(*left.get_legend_handles_labels(), title="size", loc="outside upper center", ncols=8, handlelength=3)
+    panel.legend(
+        *left.get_legend_handles_labels(),
+        title="size",
+        loc="outside upper center",
+        ncols=8,
+        handlelength=3,
+    )
     names = [str(size) for size in config.sizes]
-    shown = plotting.heat(right, dataset.top.values, [[f"{value:.2f}" for value in row] for row in dataset.top.values])
-    right.set(xticks=range(len(names)), yticks=range(len(names)), xticklabels=names, yticklabels=names)
+    shown = plotting.heat(
+        right, dataset.top.values, [[f"{value:.2f}" for value in row] for row in dataset.top.values]
+    )
+    right.set(
+        xticks=range(len(names)), yticks=range(len(names)), xticklabels=names, yticklabels=names
+    )
     right.set(xlabel="size", ylabel="size", title="leading eigenvector")
     panel.colorbar(shown, ax=right, label="similarity")
     return left, right
@@ -149,7 +200,9 @@ def _draw_details(panel: Any, dataset: xarray.Dataset) -> list[Any]:
         axis.remove()
     spectrum = left.add_subplot(grid[0, 0].get_gridspec()[:, 0])
     spectrum.plot(np.arange(1, len(values) + 1), values, ".", markersize=2, color=plotting.color(0))
-    spectrum.set(xlabel="rank by value", ylabel="eigenvalue", title=f"digit {config_of(dataset).digit}")
+    spectrum.set(
+        xlabel="rank by value", ylabel="eigenvalue", title=f"digit {config_of(dataset).digit}"
+    )
     spectrum.axhline(0, color="black", linewidth=0.5)
     for row, vectors, name in zip(grid, dataset.leading.values, dataset.ends.values, strict=True):
         for place, vector in zip(row[1:], vectors, strict=True):

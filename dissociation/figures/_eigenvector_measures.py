@@ -68,14 +68,19 @@ def leading_components(spectra: Spectrum, count: int) -> dict[str, Spectrum]:
     def one(spectrum: Spectrum) -> dict[str, Spectrum]:
         values, kept = spectrum.values, min(count, spectrum.values.shape[1])
         orders = dict(zip(RANKINGS, (jnp.abs(values), values, -values), strict=True))
-        return {by: truncate(reorder(spectrum, importance), kept) for by, importance in orders.items()}
+        return {
+            by: truncate(reorder(spectrum, importance), kept) for by, importance in orders.items()
+        }
 
     return jax.vmap(one)(spectra)
 
 
 @eqx.filter_jit
 def _each_pair(
-    measure: Callable[[Spectrum, Spectrum], Array], first: Spectrum, second: Spectrum, pairs: Array | np.ndarray
+    measure: Callable[[Spectrum, Spectrum], Array],
+    first: Spectrum,
+    second: Spectrum,
+    pairs: Array | np.ndarray,
 ) -> Array:
     def one(pair: Array) -> Array:
         return measure(take(first, pair[0]), take(second, pair[1]))
@@ -84,11 +89,20 @@ def _each_pair(
 
 
 def similarities(
-    leading: dict[int, dict[str, Spectrum]], forms: dict[int, Spectrum], size: int, other: int, pairs: np.ndarray
+    leading: dict[int, dict[str, Spectrum]],
+    forms: dict[int, Spectrum],
+    size: int,
+    other: int,
+    pairs: np.ndarray,
 ) -> dict[str, Array]:
     """Return similarities of pairs of networks of two sizes by measure, [pairs, classes, ranks]; 1 rank for "form"."""
-    measures = {by: _each_pair(rank_similarity, leading[size][by], leading[other][by], pairs) for by in RANKINGS}
-    measures["matched"] = _each_pair(_matched, leading[size]["magnitude"], leading[other]["magnitude"], pairs)
+    measures = {
+        by: _each_pair(rank_similarity, leading[size][by], leading[other][by], pairs)
+        for by in RANKINGS
+    }
+    measures["matched"] = _each_pair(
+        _matched, leading[size]["magnitude"], leading[other]["magnitude"], pairs
+    )
     measures["form"] = _each_pair(form_similarity, forms[size], forms[other], pairs)[:, :, None]
     return measures
 
@@ -100,7 +114,9 @@ def _matched(a: Spectrum, b: Spectrum) -> Array:
 _first = eqx.filter_jit(jax.vmap(partial(truncate, num_components=1)))
 
 
-def top_similarity(leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.ndarray]) -> dict[str, np.ndarray]:
+def top_similarity(
+    leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.ndarray]
+) -> dict[str, np.ndarray]:
     """Return the mean similarity of the leading component between all sizes, "top" [sizes, sizes]; NaN without pairs.
 
     `alive`: True for each network that did not diverge, by size.
@@ -117,12 +133,16 @@ def top_similarity(leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.
     return {"top": table}
 
 
-def truncations(num_components: int, spectra: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
+def truncations(
+    num_components: int, spectra: Spectrum, images: Array, labels: Array
+) -> dict[str, Array]:
     """Return test errors of the leading 0, 1, ... components in both orders, and of all components."""
 
     def one(spectrum: Spectrum) -> dict[str, Array]:
         def wrong(outputs: Array) -> Array:
-            return jnp.mean(jnp.argmax(outputs, -1) != labels.reshape(-1, *(1,) * (outputs.ndim - 2)), 0)
+            return jnp.mean(
+                jnp.argmax(outputs, -1) != labels.reshape(-1, *(1,) * (outputs.ndim - 2)), 0
+            )
 
         count = min(num_components, spectrum.values.shape[1])
         by_contribution = reorder(spectrum, mean_contribution(spectrum, images))
@@ -135,7 +155,9 @@ def truncations(num_components: int, spectra: Spectrum, images: Array, labels: A
     return bmap(one, batch_size=1)(spectra)
 
 
-def details(config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
+def details(
+    config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array
+) -> dict[str, Array]:
     """Return one network's spectrum of class `digit`, explanation of an image, and certified radii."""
     order = jnp.argsort(spectrum.values[config.digit])
     vectors = spectrum.vectors[config.digit]
@@ -161,22 +183,34 @@ def details(config: Any, model: Any, spectrum: Spectrum, images: Array, labels: 
 @eqx.filter_jit
 def _radii(source: Any, images: Array, labels: Array) -> Array:
     known = margins(source)
-    return bmap(lambda image, label: certified_radius(known, image, label).radius, batch_size=20)(images, labels)
+    return bmap(lambda image, label: certified_radius(known, image, label).radius, batch_size=20)(
+        images, labels
+    )
 
 
 def masking(
-    config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array, *, key: Array, against: int = 2
+    config: Any,
+    model: Any,
+    spectrum: Spectrum,
+    images: Array,
+    labels: Array,
+    *,
+    key: Array,
+    against: int = 2,
 ) -> dict[str, Array]:
     """Return the effect of a mask from the most positive eigenvector of class `digit`, added to test images.
 
-    "mask" [pixels]; "mask_accuracy" and "mask_share", the share of images classified as `digit`, of the mask and its
-    negative (an eigenvector has no sign): [2, norms]; "random_accuracy" [norms], mean over random masks.
+    "mask" [pixels]; "mask_accuracy" and "mask_share", the share of images classified as `digit`, of
+    the mask and its negative (an eigenvector has no sign): [2, norms]; "random_accuracy" [norms],
+    mean over random masks.
     """
     mask = adversarial_mask(reorder(spectrum, spectrum.values), config.digit, 0, against=against)
     random = jax.random.normal(key, (10, mask.shape[0]), mask.dtype)
     random = random / jnp.linalg.norm(random, axis=1, keepdims=True)
     norms = jnp.asarray(config.mask_norms, mask.dtype)
-    masked, control = (_classes(model, images, masks, norms) for masks in (jnp.stack([mask, -mask]), random))
+    masked, control = (
+        _classes(model, images, masks, norms) for masks in (jnp.stack([mask, -mask]), random)
+    )
     return {
         "mask": mask,
         "mask_accuracy": jnp.mean(masked == labels[None, None], 2),
@@ -190,7 +224,8 @@ def _classes(model: Any, images: Array, masks: Array, norms: Array) -> Array:
     """Return the predicted classes of images plus multiples of masks, [masks, norms, n]."""
     steps = masks[:, None] * norms[None, :, None]
     run = jax.lax.map(
-        lambda step: jnp.argmax(jax.vmap(model)(images + step[None]), 1), steps.reshape(-1, masks.shape[1])
+        lambda step: jnp.argmax(jax.vmap(model)(images + step[None]), 1),
+        steps.reshape(-1, masks.shape[1]),
     )
     return run.reshape(*steps.shape[:2], -1)
 
@@ -205,8 +240,9 @@ def intervals(
 ) -> np.ndarray:
     """Return means over pairs and classes with the ends of 90 % intervals of two kinds, [2, 3, ranks].
 
-    The first kind resamples members. The second is Student's, as published, as if pairs and classes were independent.
-    Intervals of fewer than two members are NaN. `similarity`: [pairs, classes, ranks], NaN for diverged networks.
+    The first kind resamples members. The second is Student's, as published, as if pairs and classes
+    were independent. Intervals of fewer than two members are NaN. `similarity`: [pairs, classes,
+    ranks], NaN for diverged networks.
     """
     known = np.isfinite(similarity).all((1, 2))
     values, (first, second) = similarity[known].astype(np.float32), pairs[:, known]
@@ -214,8 +250,14 @@ def intervals(
     mine, theirs = (np.flatnonzero(which) for which in (alive, alive if others is None else others))
     if len(values) == 0 or min(len(mine), len(theirs)) < 2:
         mean = pooled(values)
-        return np.stack([np.stack([mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)])] * 2)
+        return np.stack(
+            [np.stack([mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)])] * 2
+        )
     offset, groups = (0, (len(mine),)) if others is None else (len(mine), (len(mine), len(theirs)))
-    statistic = pair_mean(values.mean(1), np.searchsorted(mine, first), np.searchsorted(theirs, second) + offset)
+    statistic = pair_mean(
+        values.mean(1), np.searchsorted(mine, first), np.searchsorted(theirs, second) + offset
+    )
     resampled = bootstrap_interval(statistic, groups, key=named_key("bootstrap of intervals"))
-    return np.stack([np.stack(resampled), np.stack(student_interval(values.reshape(-1, values.shape[2])))])
+    return np.stack(
+        [np.stack(resampled), np.stack(student_interval(values.reshape(-1, values.shape[2])))]
+    )

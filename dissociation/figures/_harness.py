@@ -13,7 +13,13 @@ import numpy as np
 import xarray
 from jaxtyping import Array
 
-from dissociation._core.checks import check_choice, check_count, check_distinct, check_non_negative, fail
+from dissociation._core.checks import (
+    check_choice,
+    check_count,
+    check_distinct,
+    check_non_negative,
+    fail,
+)
 from dissociation._core.datasets import as_json
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder, identity_of
 from dissociation.plotting._axes import house_style
@@ -26,8 +32,9 @@ class Figure(Protocol):
     Attributes:
         STEM: Name of the files.
         SHOWS: Purpose of the figure in a sentence, the help of its command.
-        Config: Class of the options, a frozen dataclass that checks itself, defined in the module. Its fields'
-            docstrings are help texts. Its method `quick` returns the options of a smoke run.
+        Config: Class of the options, a frozen dataclass that checks itself, defined in the module.
+            Its fields' docstrings are help texts. Its method `quick` returns the options of a smoke
+            run.
     """
 
     @property
@@ -44,7 +51,13 @@ class Figure(Protocol):
         ...
 
     def compute(
-        self, config: Any, *, key: Array, data: Any = None, cache: CacheFolder = None, progress: AnyMeter = None
+        self,
+        config: Any,
+        *,
+        key: Array,
+        data: Any = None,
+        cache: CacheFolder = None,
+        progress: AnyMeter = None,
     ) -> xarray.Dataset:
         """Compute the dataset of the figure, with coordinates, units, and the configuration as JSON attribute `config`.
 
@@ -52,7 +65,8 @@ class Figure(Protocol):
             config: Options.
             key: Key of all randomness.
             data: Data in place of those of `source`.
-            cache: Folder of cached arrays, from which a second call with the same arguments resumes.
+            cache: Folder of cached arrays, from which a second call with the same arguments
+                resumes.
             progress: Meter: "auto", "terminal", a function that opens one, or None.
 
         Raises:
@@ -68,7 +82,8 @@ class Figure(Protocol):
     def caption(self, dataset: xarray.Dataset) -> str:
         """Return a caption of two to six sentences, with numbers from the dataset.
 
-        Panel by panel (a, b, ...): content, numbers of members and samples, data, meaning of lines and bands.
+        Panel by panel (a, b, ...): content, numbers of members and samples, data, meaning of lines
+        and bands.
         """
         ...
 
@@ -87,8 +102,8 @@ class Settings:
     def check(self, **limits: Any) -> None:
         """Check fields, entries of tuples one by one.
 
-        A limit is the least count, a pair of the least and largest count or (in floats) real number, a collection of
-        names, or a function that checks a name and a value.
+        A limit is the least count, a pair of the least and largest count or (in floats) real
+        number, a collection of names, or a function that checks a name and a value.
         """
         for name, limit in limits.items():
             value = getattr(self, name)

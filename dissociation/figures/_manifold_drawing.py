@@ -86,13 +86,18 @@ def _walk(panel: Axes, dataset: xarray.Dataset, name: str) -> None:
 def _hierarchy(panels: np.ndarray, dataset: xarray.Dataset) -> None:
     """Draw tree, inputs, targets and activities in one row, products and scaling in the next."""
     _tree(panels[0], dataset.parents.values)
-    for panel, name, title in ((panels[1], "leaves_x", "inputs"), (panels[2], "leaves_y", "targets")):
+    for panel, name, title in (
+        (panels[1], "leaves_x", "inputs"),
+        (panels[2], "leaves_y", "targets"),
+    ):
         panel.imshow(dataset[name].values, aspect="auto", cmap="viridis", interpolation="nearest")
         panel.set(title=title, xticks=[], yticks=[])
     for place, solution in enumerate(dataset.planted.values):
         one = dataset.sel(planted=solution)
         title = "LSS, exchanged" if solution == "LSS" else solution
-        panels[3 + place].imshow(one.activity.values, aspect="auto", cmap="coolwarm", interpolation="nearest")
+        panels[3 + place].imshow(
+            one.activity.values, aspect="auto", cmap="coolwarm", interpolation="nearest"
+        )
         panels[3 + place].set(title=title, xticks=[], yticks=[])
         panels[6 + place].imshow(one.rsm.values, cmap="viridis", interpolation="nearest")
         panels[6 + place].set(title=f"RSM, {solution}", xticks=[], yticks=[])
@@ -112,7 +117,9 @@ def _tree(panel: Axes, parents: np.ndarray) -> None:
         panel.plot(position[ends], -level[ends], color="0.5", linewidth=0.6, zorder=1)
     panel.scatter(position, -level, c="0.3", s=4, zorder=2)
     leaves = level == level[-1]
-    panel.scatter(position[leaves], -level[leaves], c=position[leaves], cmap="viridis", s=6, zorder=3)
+    panel.scatter(
+        position[leaves], -level[leaves], c=position[leaves], cmap="viridis", s=6, zorder=3
+    )
     panel.set(title="hierarchy")
     panel.set_axis_off()
 
@@ -120,12 +127,16 @@ def _tree(panel: Axes, parents: np.ndarray) -> None:
 def _similarity(panels: np.ndarray, dataset: xarray.Dataset) -> None:
     means = dataset.similarity.mean(("tasks", "pair_steps"))
     names = dataset.families.values
-    pairs = [(measure, scope) for measure in dataset.measures.values for scope in dataset.scopes.values]
+    pairs = [
+        (measure, scope) for measure in dataset.measures.values for scope in dataset.scopes.values
+    ]
     for panel, (measure, scope) in zip(panels, pairs, strict=True):
         values = means.sel(measures=measure, scopes=scope).values
         plotting.heat(panel, values, [[f"{value:.2f}" for value in row] for row in values])
         panel.set_xticks(range(len(names)), names, fontsize=4.5, rotation=45)
-        panel.set_yticks(range(len(names)), names if panel is panels[0] else [""] * len(names), fontsize=4.5)
+        panel.set_yticks(
+            range(len(names)), names if panel is panels[0] else [""] * len(names), fontsize=4.5
+        )
         panel.set_title(f"{TITLES.get(measure, measure)},\n{scope}")
 
 
@@ -167,18 +178,29 @@ def caption(dataset: xarray.Dataset) -> str:
     config, scores = config_of(dataset), z_scores(dataset)
     tasks = f"{config.num_tasks} tasks"
     return (
-        f"Two-layer linear networks with {config.hidden} hidden units that solve random tasks of rank {config.rank} "
-        f"({config.num_samples} samples, {config.num_inputs} inputs of rank {config.input_rank}, {config.num_outputs} "
-        f"outputs). (a to f) Distance from the start of a walk of {config.num_steps} steps through the general "
-        f"solutions, relative, median and quartiles of {tasks}: weights and activities move, predictions and loss "
-        f"stand (logarithmic, from 1e-9 up). (g to r) A hierarchy of {len(dataset.leaves)} leaves, its inputs and "
+        f"Two-layer linear networks with {config.hidden} hidden units that solve random tasks of "
+        f"rank {config.rank} "
+        f"({config.num_samples} samples, {config.num_inputs} inputs of rank {config.input_rank}, "
+        f"{config.num_outputs} "
+        f"outputs). (a to f) Distance from the start of a walk of {config.num_steps} steps "
+        "through the general "
+        f"solutions, relative, median and quartiles of {tasks}: weights and activities move, "
+        "predictions and loss "
+        f"stand (logarithmic, from 1e-9 up). (g to r) A hierarchy of {len(dataset.leaves)} "
+        "leaves, its inputs and "
         "targets; hidden activities, their products "
-        "and multidimensional scaling for a least-squares solution with the leaves exchanged, MRNS and MWNS. (s to x) "
-        f"Similarity of two independent solutions, of a family in a row and one in a column, means over {tasks} and "
-        f"{config.pair_steps} steps; predictivity is cross-validated, except in w and x. (y) Relative error of "
-        f"predictions by the readout of the first step, means over {tasks}. (z, A) Loss under noise over its expected "
-        f"value, {scores.size} simulations of {config.num_draws} draws with standard errors; the largest deviation is "
-        f"{np.abs(scores).max():.1f} of them. (B) RSA of the minimiser under noise on inputs and parameters with MRNS "
+        "and multidimensional scaling for a least-squares solution with the leaves exchanged, "
+        "MRNS and MWNS. (s to x) "
+        "Similarity of two independent solutions, of a family in a row and one in a column, "
+        f"means over {tasks} and "
+        f"{config.pair_steps} steps; predictivity is cross-validated, except in w and x. (y) "
+        "Relative error of "
+        f"predictions by the readout of the first step, means over {tasks}. (z, A) Loss under "
+        "noise over its expected "
+        f"value, {scores.size} simulations of {config.num_draws} draws with standard errors; the "
+        "largest deviation is "
+        f"{np.abs(scores).max():.1f} of them. (B) RSA of the minimiser under noise on inputs and "
+        "parameters with MRNS "
         "and MWNS, by input noise."
     )
 
@@ -187,21 +209,40 @@ def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data and the size of the run."""
     config = config_of(dataset)
     return (
-        f"{config.num_tasks} random tasks of rank {config.rank}, {config.hidden} hidden units, {config.num_steps} steps"
+        f"{config.num_tasks} random tasks of rank {config.rank}, {config.hidden} hidden "
+        f"units, {config.num_steps} steps"
     )
 
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per pair of families; then the noise and the largest movement of the function."""
     shown = [
-        ["families", *(f"{measure}, {scope}" for measure in dataset.measures.values for scope in dataset.scopes.values)]
+        [
+            "families",
+            *(
+                f"{measure}, {scope}"
+                for measure in dataset.measures.values
+                for scope in dataset.scopes.values
+            ),
+        ]
     ]
     for name in dataset.families.values:
         for other in dataset.other_families.values:
             one = dataset.similarity.sel(families=name, other_families=other)
-            shown.append([f"{name}, {other}", *(cell(values.ravel(), 3) for part in one.values for values in part)])
+            shown.append(
+                [
+                    f"{name}, {other}",
+                    *(cell(values.ravel(), 3) for part in one.values for values in part),
+                ]
+            )
     scores, still = z_scores(dataset), dataset.moved.sel(quantities=["predictions", "loss"])
     numbers = f"largest |z| {np.abs(scores).max():.2f}, mean z^2 {np.mean(scores**2):.2f}"
     shown.append(["noise, simulated over theory", numbers, *[""] * (len(shown[0]) - 2)])
-    shown.append(["largest change of predictions, loss", f"{float(still.max()):.0e}", *[""] * (len(shown[0]) - 2)])
+    shown.append(
+        [
+            "largest change of predictions, loss",
+            f"{float(still.max()):.0e}",
+            *[""] * (len(shown[0]) - 2),
+        ]
+    )
     return shown

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 else:
     _HELP = f"Data set: {', or '.join(shown for shown, _ in SOURCES.values())}."
     DataName = Annotated[Literal[NAMES], tyro.conf.arg(help=_HELP)]
-    ModelName = Annotated[Literal[NETWORKS], tyro.conf.arg(help="Architecture; see `recipes.fit_classifiers`.")]
+    ModelName = Annotated[
+        Literal[NETWORKS], tyro.conf.arg(help="Architecture; see `recipes.fit_classifiers`.")
+    ]
 
 FACTORS = (1e-15, 1e15)
 """Range of scale factors at which squares of scaled values stay within float32."""
@@ -90,7 +92,11 @@ class Config(DataConfig):
             self.check(num_samples=(1, len(data.test_images)))
 
     def train(
-        self: Any, key: Array, data: Dataset, cache: Cache, observe: Callable[..., dict[str, Array]] | None = None
+        self: Any,
+        key: Array,
+        data: Dataset,
+        cache: Cache,
+        observe: Callable[..., dict[str, Array]] | None = None,
     ) -> "Trained":
         """Train the networks."""
         trained = fit_classifiers(
@@ -112,7 +118,10 @@ class Config(DataConfig):
 
     def rewrites(self: Any, group: NeuronGroup) -> dict[str, Callable[[Any, Array], Any]]:
         """Return functions of a network and a key by the name of the variant."""
-        scaled, duplicated = scale(group, self.scale_factor), duplicate(group, self.duplicate_multiplier)
+        scaled, duplicated = (
+            scale(group, self.scale_factor),
+            duplicate(group, self.duplicate_multiplier),
+        )
         return {
             "trained": lambda model, key: model,
             "scaled": lambda model, key: scaled(model),
@@ -131,7 +140,11 @@ def source(config: Any, data: Dataset | None = None) -> Dataset:
 
 def described(data: Dataset) -> dict[str, Any]:
     """Return name and sizes of a dataset."""
-    return {"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)}
+    return {
+        "name": data.name,
+        "num_train": len(data.train_images),
+        "num_test": len(data.test_images),
+    }
 
 
 def data_line(dataset: xarray.Dataset) -> str:
@@ -143,14 +156,20 @@ def data_line(dataset: xarray.Dataset) -> str:
 def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data of a figure and the networks that diverged."""
     config = config_of(dataset)
-    gone = named_diverged([f"seed {i}" for i in range(config.num_seeds)], dataset.diverged_at.values)
+    gone = named_diverged(
+        [f"seed {i}" for i in range(config.num_seeds)], dataset.diverged_at.values
+    )
     return f"{data_line(dataset)}, {config.num_seeds} seeds, {config.num_epochs} epochs{gone}"
 
 
 def rewritten_group(models: Any, example: Array | np.ndarray) -> NeuronGroup:
     """Return the last group of neurons of stacked models that can be scaled and widened."""
     groups = neuron_groups(take(models, 0), jnp.asarray(example))
-    return [group for group in groups.values() if group.scaling is not None and group.sharing is not None][-1]
+    return [
+        group
+        for group in groups.values()
+        if group.scaling is not None and group.sharing is not None
+    ][-1]
 
 
 class Trained(NamedTuple):
@@ -163,16 +182,28 @@ class Trained(NamedTuple):
     observed: dict[str, np.ndarray]  # all observations, [seeds, epochs + 1, ...] each
 
     def dataset(
-        self, data: Dataset, variables: Mapping[str, Any], coords: Mapping[str, Any], **alive: np.ndarray
+        self,
+        data: Dataset,
+        variables: Mapping[str, Any],
+        coords: Mapping[str, Any],
+        **alive: np.ndarray,
     ) -> xarray.Dataset:
         """Return a dataset of variables, NaN for diverged seeds, with test errors along training and `diverged_at`.
 
         `alive` holds True for what did not diverge along other axes than those of seeds.
         """
         kept = without_diverged(variables, seeds=self.alive, other_seeds=self.alive, **alive)
-        shared = {"test_error": (("seeds", "epochs"), self.test_error), "diverged_at": ("seeds", self.diverged_at)}
-        counted = {name: np.arange(size) for name, size in zip(("seeds", "epochs"), self.test_error.shape, strict=True)}
-        return xarray.Dataset({**kept, **shared}, {**coords, **counted}, {"data": json.dumps(described(data))})
+        shared = {
+            "test_error": (("seeds", "epochs"), self.test_error),
+            "diverged_at": ("seeds", self.diverged_at),
+        }
+        counted = {
+            name: np.arange(size)
+            for name, size in zip(("seeds", "epochs"), self.test_error.shape, strict=True)
+        }
+        return xarray.Dataset(
+            {**kept, **shared}, {**coords, **counted}, {"data": json.dumps(described(data))}
+        )
 
 
 def measure_members(
@@ -184,12 +215,18 @@ def measure_members(
 ) -> Any:
     """Return `measure(model, rewrite(model, rewrite_key), measure_key)` of every member, compiled.
 
-    Members are measured sequentially on a CPU, in a thread per device, and all at once on an accelerator. All rewritten
-    networks stay in memory. Arrays bound by `eqx.Partial` are arguments of the program, not constants.
+    Members are measured sequentially on a CPU, in a thread per device, and all at once on an
+    accelerator. All rewritten networks stay in memory. Arrays bound by `eqx.Partial` are arguments
+    of the program, not constants.
     """
-    # Two programs, so that rewrites that keep shapes share the second one, which takes longer to compile.
+    # Two programs, so that rewrites that keep shapes share the second one, which takes longer to
+    # compile.
     stacked = models, _rewritten(rewrite, models, rewrite_keys), measure_keys
-    run = bmap(measure, batch_size=1, loop="scan") if per_batch() == 1 else partial(_measured, measure)
+    run = (
+        bmap(measure, batch_size=1, loop="scan")
+        if per_batch() == 1
+        else partial(_measured, measure)
+    )
     return run(*stacked)
 
 
@@ -203,14 +240,20 @@ def _measured(measure: Any, *stacked: Any) -> Any:
     return eqx.filter_vmap(measure)(*stacked)
 
 
-def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, key: Array) -> dict[str, Array]:
+def certify_members(
+    images: Array, labels: Array, model: Any, rewritten: Any, key: Array
+) -> dict[str, Array]:
     """Return the certificate on `images`, and the rewritten network's error on them, `clean_error`."""
-    error = input_noise_error(rewritten, images, labels, jnp.zeros(1), noise=jnp.zeros_like(images))[0]
+    error = input_noise_error(
+        rewritten, images, labels, jnp.zeros(1), noise=jnp.zeros_like(images)
+    )[0]
     return {**certify(model, rewritten, images)._asdict(), "clean_error": error}
 
 
 def certified(
-    found: Mapping[str, dict[str, np.ndarray]], variants: Iterable[str], alive: Bool[np.ndarray, " seeds"]
+    found: Mapping[str, dict[str, np.ndarray]],
+    variants: Iterable[str],
+    alive: Bool[np.ndarray, " seeds"],
 ) -> dict[str, Any]:
     """Return variables by variant: `clean_error` of each seed, and one `Certificate` of all seeds that did not diverge.
 
@@ -218,10 +261,19 @@ def certified(
     """
     parts = [found[f"{name}_certificate"] for name in variants]
     worst = {
-        name: ("variants", [float((np.max if name.startswith("max") else np.sum)(part[name][alive])) for part in parts])
+        name: (
+            "variants",
+            [
+                float((np.max if name.startswith("max") else np.sum)(part[name][alive]))
+                for part in parts
+            ],
+        )
         for name in Certificate._fields
     }
-    return {"clean_error": (("variants", "seeds"), np.stack([part["clean_error"] for part in parts])), **worst}
+    return {
+        "clean_error": (("variants", "seeds"), np.stack([part["clean_error"] for part in parts])),
+        **worst,
+    }
 
 
 def represent(images: Array, model: Any, rewritten: Any, key: Array) -> Array:

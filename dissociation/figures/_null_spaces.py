@@ -17,10 +17,14 @@ BATCH = 1000
 """Number of images that a network evaluates at once."""
 
 
-def moved_weights(architecture: str, models: Any, group: NeuronGroup, images: np.ndarray) -> LayerInputs:
+def moved_weights(
+    architecture: str, models: Any, group: NeuronGroup, images: np.ndarray
+) -> LayerInputs:
     """Return the weights to move, those of a perceptron's first layer, else the group's incoming weights."""
     made = next(slot.path for slot in group.slots if not slot.outgoing and len(slot.shape) > 1)
-    return layer_inputs(take(models, 0), images, ".layers[0].weight" if architecture == "mlp" else made)
+    return layer_inputs(
+        take(models, 0), images, ".layers[0].weight" if architecture == "mlp" else made
+    )
 
 
 def null_spaces(
@@ -33,19 +37,27 @@ def null_spaces(
 ) -> dict[str, Any]:
     """Return null spaces of layer inputs in float64: `basis`, `dimension`, `rank` and the singular values at the cut.
 
-    `basis` is [1 or members, dimension, features], padded with zeros. Images have one exact null space. Hidden layers
-    are rounded, so singular values below 1e-6 of the largest count as zero, and there is a basis per member. Numbers
-    are those of the smallest null space and the least clear cut. `published_basis` is that of the images `published` by
-    the usual float32 cut-off.
+    `basis` is [1 or members, dimension, features], padded with zeros. Images have one exact null
+    space. Hidden layers are rounded, so singular values below 1e-6 of the largest count as zero,
+    and there is a basis per member. Numbers are those of the smallest null space and the least
+    clear cut. `published_basis` is that of the images `published` by the usual float32 cut-off.
     """
     if architecture == "mlp":
         spectra = [null_spectrum(images)]
     else:
-        spectra = [null_spectrum(_rows(take(models, index), images, path), 1e-6) for index in range(num_members)]
+        spectra = [
+            null_spectrum(_rows(take(models, index), images, path), 1e-6)
+            for index in range(num_members)
+        ]
     dimension = max(len(one.basis) for one in spectra)
-    cut = [one.singular_values[one.rank] if one.rank < len(one.singular_values) else 0.0 for one in spectra]
+    cut = [
+        one.singular_values[one.rank] if one.rank < len(one.singular_values) else 0.0
+        for one in spectra
+    ]
     found = {
-        "basis": np.stack([np.pad(one.basis, ((0, dimension - len(one.basis)), (0, 0))) for one in spectra]),
+        "basis": np.stack(
+            [np.pad(one.basis, ((0, dimension - len(one.basis)), (0, 0))) for one in spectra]
+        ),
         "dimension": min(len(one.basis) for one in spectra),
         "rank": max(one.rank for one in spectra),
         "smallest_kept": min(one.singular_values[one.rank - 1] for one in spectra),

@@ -30,12 +30,16 @@ def draw(dataset: xarray.Dataset) -> Figure:
     return figure
 
 
-def _show(panel: Axes, values: np.ndarray, title: str, colours: str = ACTIVITY, *, square: bool = False) -> None:
+def _show(
+    panel: Axes, values: np.ndarray, title: str, colours: str = ACTIVITY, *, square: bool = False
+) -> None:
     """Show a matrix from its smallest entry to its 99th percentile."""
     low, high = float(np.min(values)), float(np.percentile(values, 99))
     high = high if high > low else low + 1
     aspect, interpolation = ("equal", "nearest") if square else ("auto", "antialiased")
-    panel.imshow(values, cmap=colours, vmin=low, vmax=high, aspect=aspect, interpolation=interpolation)
+    panel.imshow(
+        values, cmap=colours, vmin=low, vmax=high, aspect=aspect, interpolation=interpolation
+    )
     panel.set(title=title, xticks=[], yticks=[])
 
 
@@ -57,9 +61,15 @@ def _along(panel: Axes, dataset: xarray.Dataset, name: str, label: str) -> None:
 
 
 def _rsms(panels: np.ndarray, dataset: xarray.Dataset) -> None:
-    _show(panels[0], dataset.rsm.sel(versions="trained")[0].values, "trained", PRODUCTS, square=True)
+    _show(
+        panels[0], dataset.rsm.sel(versions="trained")[0].values, "trained", PRODUCTS, square=True
+    )
     panels[0].set_ylabel("RSM")
-    order = [(pattern, version) for pattern in dataset.patterns.values for version in ("wanted", "planted")]
+    order = [
+        (pattern, version)
+        for pattern in dataset.patterns.values
+        for version in ("wanted", "planted")
+    ]
     for panel, (pattern, version) in zip(panels[1:], order, strict=True):
         one = dataset.sel(patterns=pattern, versions=version)
         title = pattern if version == "wanted" else f"planted, {float(one.agreement):.4f}"
@@ -83,15 +93,24 @@ def caption(dataset: xarray.Dataset) -> str:
     changed = [int(value) for value in dataset.changed_predictions.values[:2]]
     kept = float(dataset.max_rel_change.values[2:].max())
     return (
-        f"One network with {config.width} hidden units. (a to d) Activity of the first {len(dataset.shown)} training "
-        f"images: an image, trained network, planted network, and best activity without a constraint on predictions; "
-        f"correlations with the image are {numbers[0]}. (e) Correlation along {len(dataset.passes) - 1} passes. (f to "
-        f"i) The same for {len(dataset.more_shown)} images: {numbers[1]}. (j) Number of {images} training images whose "
-        f"prediction differs from the trained network's; at the end {changed[0]} and {changed[1]}. (k to o) Products "
-        "of activities, and two patterns, wanted and planted by neurons without effect; numbers are correlations of "
-        f"entries off the diagonal. (p, q) Activities with an image shown by {config.strip} neurons without effect "
-        f"beside the trained ones, and by {config.num_around} around them, where the trained ones are scaled by "
-        f"{config.gain:g}. (r to t) 1 minus correlation of activities before and with these neurons. From k on, no "
+        f"One network with {config.width} hidden units. (a to d) Activity of the first "
+        f"{len(dataset.shown)} training "
+        "images: an image, trained network, planted network, and best activity without a "
+        "constraint on predictions; "
+        f"correlations with the image are {numbers[0]}. (e) Correlation along "
+        f"{len(dataset.passes) - 1} passes. (f to "
+        f"i) The same for {len(dataset.more_shown)} images: {numbers[1]}. (j) Number of {images} "
+        "training images whose "
+        f"prediction differs from the trained network's; at the end {changed[0]} and "
+        f"{changed[1]}. (k to o) Products "
+        "of activities, and two patterns, wanted and planted by neurons without effect; numbers "
+        "are correlations of "
+        f"entries off the diagonal. (p, q) Activities with an image shown by {config.strip} "
+        "neurons without effect "
+        f"beside the trained ones, and by {config.num_around} around them, where the trained "
+        "ones are scaled by "
+        f"{config.gain:g}. (r to t) 1 minus correlation of activities before and with these "
+        "neurons. From k on, no "
         f"logit changes by more than {kept:.0e} of the largest."
     )
 
@@ -99,12 +118,25 @@ def caption(dataset: xarray.Dataset) -> str:
 def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data and the size of the run."""
     error = 100 * float(dataset.train_error)
-    return f"{data_line(dataset)}, {config_of(dataset).width} hidden units, training error {error:.2g} %"
+    return (
+        f"{data_line(dataset)}, {config_of(dataset).width} hidden units, training error "
+        f"{error:.2g} %"
+    )
 
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per planting: similarity to what is planted, before, after, best; and certificate."""
-    shown = [["planted", "trained", "after", "best", "changed predictions", "change of a logit", "relative"]]
+    shown = [
+        [
+            "planted",
+            "trained",
+            "after",
+            "best",
+            "changed predictions",
+            "change of a logit",
+            "relative",
+        ]
+    ]
     nothing = np.full(2, np.nan)  # as many patterns as marks
     three = np.concatenate([
         dataset.correlation.values,

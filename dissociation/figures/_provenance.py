@@ -53,7 +53,12 @@ def commit() -> str | None:
         return None
     words = ["git", "-C", str(top), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+        return (
+            subprocess.run(
+                words, capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
+            or None
+        )
 
 
 def peak_memory() -> dict[str, int]:
@@ -69,7 +74,9 @@ def peak_memory() -> dict[str, int]:
 
 
 @contextmanager
-def recorded(folder: str | os.PathLike[str], command: Sequence[str], facts: Mapping[str, Any]) -> Iterator[None]:
+def recorded(
+    folder: str | os.PathLike[str], command: Sequence[str], facts: Mapping[str, Any]
+) -> Iterator[None]:
     """Write the record of a run and the log of both packages to its folder while the block runs."""
     record = {"command": shlex.join(command), "began": _now(), **facts}
     began = time.perf_counter()

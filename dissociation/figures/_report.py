@@ -33,7 +33,9 @@ class Exhibit(NamedTuple):
 
     def text(self) -> str:
         """Return headline, table and caption for a terminal."""
-        return "\n\n".join(part for part in (self.headline, repr(Table(self.table)), self.caption) if part)
+        return "\n\n".join(
+            part for part in (self.headline, repr(Table(self.table)), self.caption) if part
+        )
 
     def _repr_html_(self) -> str:
         drawn = io.BytesIO()
@@ -55,7 +57,9 @@ def exhibit_of(figure: Figure, dataset: xarray.Dataset) -> Exhibit:
     """
     table = figure.table(dataset)
     spread = any("±" in cell for row in table for cell in row)
-    caption = figure.caption(dataset) + (" In the table, ± is one standard deviation." if spread else "")
+    caption = figure.caption(dataset) + (
+        " In the table, ± is one standard deviation." if spread else ""
+    )
     return Exhibit(figure.headline(dataset), figure.draw(dataset), caption, table)
 
 
@@ -65,8 +69,8 @@ def report_html(title: str, exhibits: Sequence[Exhibit], sections: Mapping[str, 
     Args:
         title: Heading of the page.
         exhibits: Figures in order.
-        sections: Content by heading. A mapping becomes a table, with columns if its values are mappings of equal names;
-            any other object, such as a model, becomes text and a tree.
+        sections: Content by heading. A mapping becomes a table, with columns if its values are
+            mappings of equal names; any other object, such as a model, becomes text and a tree.
     """
     parts = [each._repr_html_() for each in exhibits]
     for heading, content in sections.items():
@@ -77,8 +81,13 @@ def report_html(title: str, exhibits: Sequence[Exhibit], sections: Mapping[str, 
 
 def _table(content: Mapping[str, Any]) -> str:
     values = list(content.values())
-    if values and all(isinstance(value, Mapping) and value.keys() == values[0].keys() for value in values):
-        rows = [["", *values[0]], *([name, *map(_cell, value.values())] for name, value in content.items())]
+    if values and all(
+        isinstance(value, Mapping) and value.keys() == values[0].keys() for value in values
+    ):
+        rows = [
+            ["", *values[0]],
+            *([name, *map(_cell, value.values())] for name, value in content.items()),
+        ]
     else:
         rows = [["name", "value"], *([name, _cell(value)] for name, value in content.items())]
     return Table(rows)._repr_html_()

@@ -11,7 +11,9 @@ from dissociation.plotting._axes import summarise
 from dissociation.training._members import take
 
 
-def check_some_left(diverged_at: Int[np.ndarray, " members"], what: str = "networks") -> Bool[np.ndarray, " members"]:
+def check_some_left(
+    diverged_at: Int[np.ndarray, " members"], what: str = "networks"
+) -> Bool[np.ndarray, " members"]:
     """Return True for each member that did not diverge, [members].
 
     Args:
@@ -24,17 +26,26 @@ def check_some_left(diverged_at: Int[np.ndarray, " members"], what: str = "netwo
     alive = np.asarray(diverged_at) < 0
     if not alive.any():
         steps = ", ".join(str(step) for step in diverged_at)
-        raise WrongValue(f"All {len(alive)} {what} diverged, at step {steps}: there is nothing to measure.")
+        raise WrongValue(
+            f"All {len(alive)} {what} diverged, at step {steps}: there is nothing to measure."
+        )
     return alive
 
 
 def stand_ins(models: Any, alive: Bool[np.ndarray, " members"]) -> Any:
     """Return stacked models, with diverged ones replaced by the first that did not diverge."""
-    # Decompositions of numbers that are not finite may raise or never return. `without_diverged` makes the results NaN.
-    return models if alive.all() else take(models, np.where(alive, np.arange(len(alive)), int(np.argmax(alive))))
+    # Decompositions of numbers that are not finite may raise or never return. `without_diverged`
+    # makes the results NaN.
+    return (
+        models
+        if alive.all()
+        else take(models, np.where(alive, np.arange(len(alive)), int(np.argmax(alive))))
+    )
 
 
-def without_diverged(variables: Mapping[str, Any], **alive: Bool[np.ndarray, "_"]) -> dict[str, Any]:
+def without_diverged(
+    variables: Mapping[str, Any], **alive: Bool[np.ndarray, "_"]
+) -> dict[str, Any]:
     """Return variables of a dataset with NaN for diverged members, along the axes that `alive` names."""
     found = {}
     for name, (dims, values, *attrs) in variables.items():
@@ -47,7 +58,13 @@ def without_diverged(variables: Mapping[str, Any], **alive: Bool[np.ndarray, "_"
     return found
 
 
-def cell(values: Real[np.ndarray, " members"], places: int = 2, *, factor: float | int = 1, unit: str = "") -> str:
+def cell(
+    values: Real[np.ndarray, " members"],
+    places: int = 2,
+    *,
+    factor: float | int = 1,
+    unit: str = "",
+) -> str:
     """Return mean and standard deviation over members for a table, and the number of members if some are missing.
 
     Args:
@@ -78,7 +95,12 @@ def named_diverged(names: Sequence[str], diverged_at: Int[np.ndarray, " members"
         >>> named_diverged(["seed 0", "seed 1", "seed 2"], np.array([-1, 12, -1]))
         '; diverged and left out: seed 1 at step 12 (2 of 3 networks remain)'
     """
-    gone = [f"{name} at step {step}" for name, step in zip(names, diverged_at, strict=True) if step >= 0]
+    gone = [
+        f"{name} at step {step}" for name, step in zip(names, diverged_at, strict=True) if step >= 0
+    ]
     if not gone:
         return ""
-    return f"; diverged and left out: {', '.join(gone)} ({len(names) - len(gone)} of {len(names)} networks remain)"
+    return (
+        f"; diverged and left out: {', '.join(gone)} ({len(names) - len(gone)} of "
+        f"{len(names)} networks remain)"
+    )

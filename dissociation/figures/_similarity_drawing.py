@@ -29,7 +29,9 @@ def draw(dataset: xarray.Dataset) -> Figure:
     _function(right, dataset)
     _plane(last, dataset.points)
     plotting.letter(panels[0], left, middle, right, last)
-    handles = [handle for panel in (middle, right, last) for handle in panel.get_legend_handles_labels()[0]]
+    handles = [
+        handle for panel in (middle, right, last) for handle in panel.get_legend_handles_labels()[0]
+    ]
     below.legend(handles=handles, loc="outside lower center", ncols=8)
     return figure
 
@@ -75,7 +77,9 @@ def _rewrites(panel: Axes, calibrated: xarray.DataArray) -> None:
     """Draw a map of calibrated values, 1 if a rewrite does not move a measure and 0 for chance."""
     table = calibrated.values
     plotting.heat(panel, table, [[_short(value) for value in row] for row in table.tolist()])
-    panel.set_xticks(range(len(REWRITES)), REWRITES, rotation=30, ha="right", rotation_mode="anchor")
+    panel.set_xticks(
+        range(len(REWRITES)), REWRITES, rotation=30, ha="right", rotation_mode="anchor"
+    )
     titles = [plotting.title_of(name) for name in calibrated.rewrite_measures.values.tolist()]
     panel.set_yticks(range(len(table)), titles, fontsize=5)
     panel.set_title("one function, rewritten\n1: unmoved, 0: chance")
@@ -89,7 +93,13 @@ def _training(panel: Axes, course: xarray.DataArray) -> None:
     for index, name in enumerate(course.measures.values):
         look, (mean, low, high) = plotting.look(index), course.values[index]
         # Broad below narrow lines, so that curves that coincide stay visible.
-        panel.plot(range(len(mean)), mean, label=plotting.title_of(name), linewidth=2.4 - 0.5 * index, **look)
+        panel.plot(
+            range(len(mean)),
+            mean,
+            label=plotting.title_of(name),
+            linewidth=2.4 - 0.5 * index,
+            **look,
+        )
         panel.fill_between(range(len(mean)), low, high, color=look["color"], alpha=0.2, linewidth=0)
     panel.set(xlabel="epoch", ylabel="value, last hidden layer", ylim=(0, 1), title="training")
 
@@ -99,12 +109,19 @@ def _function(panel: Axes, dataset: xarray.Dataset) -> None:
     x = 100 * dataset.disagreement.values[np.triu_indices(len(dataset.disagreement), 1)]
     for index, name in enumerate(dataset.measures.values):
         look, one = plotting.look(index), dataset.sel(measures=name)
-        value, low, high, chance = (of_seeds(one[kind], "features") for kind in ("estimate", "low", "high", "baseline"))
+        value, low, high, chance = (
+            of_seeds(one[kind], "features") for kind in ("estimate", "low", "high", "baseline")
+        )
         dots = {"fmt": look["marker"], "color": look["color"], "markersize": 2.5, "linewidth": 0.6}
         panel.errorbar(x, value, np.stack([value - low, high - value]), **dots)
         panel.axhline(float(np.nanmean(chance)), color=look["color"], linestyle=":", linewidth=0.7)
     panel.plot([], [], color="0.3", linestyle=":", linewidth=0.7, label="chance")
-    panel.set(xlabel="disagreement (%)", ylabel="estimate, last hidden layer", ylim=(-0.05, 1), title="function")
+    panel.set(
+        xlabel="disagreement (%)",
+        ylabel="estimate, last hidden layer",
+        ylim=(-0.05, 1),
+        title="function",
+    )
 
 
 def _plane(panel: Axes, points: xarray.DataArray) -> None:

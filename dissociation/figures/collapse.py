@@ -1,7 +1,8 @@
 """Figure `collapse`: grokking, neural collapse and the information plane through training.
 
-Networks with large initial weights fit a few images and generalise much later. In between, the features of a class
-shrink to a point, sooner for larger weight decays, and lose information about the image beyond its class.
+Networks with large initial weights fit a few images and generalise much later. In between, the
+features of a class shrink to a point, sooner for larger weight decays, and lose information about
+the image beyond its class.
 """
 
 import dataclasses
@@ -18,11 +19,25 @@ import xarray
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from dissociation._core.checks import check_non_negative, check_positive, check_seed, fail, that_differ
+from dissociation._core.checks import (
+    check_non_negative,
+    check_positive,
+    check_seed,
+    fail,
+    that_differ,
+)
 from dissociation._core.datasets import as_json
 from dissociation._core.files import RefusedFile
 from dissociation.data._datasets import Dataset
-from dissociation.figures._cache import AnyMeter, Cache, CacheFolder, differences, digest_of, read_identity, read_part
+from dissociation.figures._cache import (
+    AnyMeter,
+    Cache,
+    CacheFolder,
+    differences,
+    digest_of,
+    read_identity,
+    read_part,
+)
 from dissociation.figures._collapse_drawing import caption as caption
 from dissociation.figures._collapse_drawing import draw
 from dissociation.figures._collapse_drawing import headline as headline
@@ -50,7 +65,10 @@ from dissociation.training._progress import Progress
 __all__ = ["Config", "compute", "draw", "load_models", "load_partial", "information_measures"]
 
 STEM = "collapse"
-SHOWS = "Grokking, neural collapse and the information plane through training, over weight decays and seeds."
+SHOWS = (
+    "Grokking, neural collapse and the information plane through training, over weight "
+    "decays and seeds."
+)
 
 _MODELS = "models.ckpt"
 _SHOWN = "train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_score"
@@ -119,13 +137,27 @@ class Config(DataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.check(optimizer=("adamw", "sgd"), network=("mlp", "cnn"), seeds=check_seed, classes=(0, 9))
+        self.check(
+            optimizer=("adamw", "sgd"), network=("mlp", "cnn"), seeds=check_seed, classes=(0, 9)
+        )
         if len(self.classes) != 2:
             fail("classes", "be two classes", self.classes)
-        self.check(num_steps=1, num_train=1, width=1, depth=1, num_images=1, num_neighbours=1, code=1)
-        self.check(batch_size=(1, self.num_train), compression_epochs=1, num_smoothed=1, num_information=0)
-        self.check(weight_decays=check_non_negative, learning_rate=check_positive, init_scale=check_positive)
-        self.check(feature_noise=check_positive, smoothing=check_positive, collapse_threshold=check_positive)
+        self.check(
+            num_steps=1, num_train=1, width=1, depth=1, num_images=1, num_neighbours=1, code=1
+        )
+        self.check(
+            batch_size=(1, self.num_train), compression_epochs=1, num_smoothed=1, num_information=0
+        )
+        self.check(
+            weight_decays=check_non_negative,
+            learning_rate=check_positive,
+            init_scale=check_positive,
+        )
+        self.check(
+            feature_noise=check_positive,
+            smoothing=check_positive,
+            collapse_threshold=check_positive,
+        )
         # No accuracy is above 1.
         self.check(accuracy_threshold=(0.0, 0.999999), test_threshold=(0.0, 0.999999))
 
@@ -136,13 +168,18 @@ class Config(DataConfig):
         self.check(num_train=(1, len(data.train_images)))
         measured = min(self.num_images, len(data.test_images))
         if self.num_information and measured <= self.num_neighbours:
-            fail("num_neighbours", f"be below the number of images ({measured} test images)", self.num_neighbours)
+            fail(
+                "num_neighbours",
+                f"be below the number of images ({measured} test images)",
+                self.num_neighbours,
+            )
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
         return dataclasses.replace(
             self, weight_decays=(0.3, 0.03), seeds=(42, 43), num_steps=1000, num_train=200, width=32,
-            init_scale=2.0, learning_rate=3e-3, accuracy_threshold=0.9, test_threshold=0.5,  # learns and crosses these
+            # learns and crosses these
+            init_scale=2.0, learning_rate=3e-3, accuracy_threshold=0.9, test_threshold=0.5,
             num_information=9, num_images=300, compression_epochs=2, num_loaded=400, num_test=300,
         )  # fmt: skip
 
@@ -162,27 +199,40 @@ def compute(
 ) -> xarray.Dataset:
     """Train and measure all networks; see `figures.Figure.compute`.
 
-    `key` is of the autoencoder that compresses images; networks follow from `config.seeds`. `cache` also keeps the
-    series so far, see `load_partial`. `mesh` is that of `training.fit`.
+    `key` is of the autoencoder that compresses images; networks follow from `config.seeds`. `cache`
+    also keeps the series so far, see `load_partial`. `mesh` is that of `training.fit`.
 
     Returns:
-        Series [weight_decays, seeds, time_step], on training images, or on test images if the name starts with "test_";
-        expensive measures `nhsic_...` and `mi_...` (nats) [weight_decays, seeds, information_step], on test images;
-        steps of crossings, see `_collapse_measures.crossings`; `margin` [classes, splits, weight_decays, seeds,
-        images], signed distances to the boundary between the classes, padded with NaN; `plane`, coordinates in the
-        plane of the classes' weights, and `plane_boundary`. Numbers are NaN from `diverged_at` on.
+        Series [weight_decays, seeds, time_step], on training images, or on test images if the name
+        starts with "test_"; expensive measures `nhsic_...` and `mi_...` (nats) [weight_decays,
+        seeds, information_step], on test images; steps of crossings, see
+        `_collapse_measures.crossings`; `margin` [classes, splits, weight_decays, seeds, images],
+        signed distances to the boundary between the classes, padded with NaN; `plane`, coordinates
+        in the plane of the classes' weights, and `plane_boundary`. Numbers are NaN from
+        `diverged_at` on.
     """
     given = {"key": key, "data": source(config, data), "cache": cache, "progress": progress}
     return run(partial(_computed, mesh=mesh), config, **given)
 
 
-def _computed(config: Config, key: Array, data: Dataset, cache: Cache, mesh: Mesh | str | None) -> xarray.Dataset:
+def _computed(
+    config: Config, key: Array, data: Dataset, cache: Cache, mesh: Mesh | str | None
+) -> xarray.Dataset:
     measures = None
     if config.num_information:
         code_key = jax.random.fold_in(key, 2)  # networks of the same seed fold in 0 and 1
         codes = cache.get("codes", partial(_codes, config, data, code_key))["codes"]
         measures = information_measures(config, data, codes)
-    names = "weight_decays", "seeds", "num_train", "num_steps", "batch_size", "learning_rate", "init_scale", "optimizer"
+    names = (
+        "weight_decays",
+        "seeds",
+        "num_train",
+        "num_steps",
+        "batch_size",
+        "learning_rate",
+        "init_scale",
+        "optimizer",
+    )
     trained = train_grokking(
         data,
         network=config.network,
@@ -198,7 +248,9 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache, mesh: Mes
     if (path := cache.path(_MODELS)) is not None:
         checkpoints.save(path, trained.models, {"run": cache.digest})
     models = stand_ins(trained.models, trained.diverged_at < 0)
-    margins = cache.get("margins", partial(margins_of, data, models, config.classes, config.num_train))
+    margins = cache.get(
+        "margins", partial(margins_of, data, models, config.classes, config.num_train)
+    )
     sizes = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
     series, steps = flat(trained.history.observed), trained.history.observed_at
     cache.network = take(trained.models, 0)
@@ -207,7 +259,9 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache, mesh: Mes
 
 def _codes(config: Config, data: Dataset, key: Array) -> dict[str, Array]:
     """Return whitened codes of the first test images by an autoencoder, [n, code]."""
-    model = train_compression(data.train_images[:10_000], config.code, key=key, num_epochs=config.compression_epochs)
+    model = train_compression(
+        data.train_images[:10_000], config.code, key=key, num_epochs=config.compression_epochs
+    )
     return {"codes": whiten(encode(model, data.test_images[: config.num_images]))}
 
 
@@ -228,12 +282,19 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> xarray.Datas
     path = Path(folder) / f"{SAVED}.npz"
     if not path.exists():
         raise FileNotFoundError(
-            f"`folder` must hold {path.name} of a running sweep, got {folder}. Wait for the first observation."
+            f"`folder` must hold {path.name} of a running sweep, got {folder}. Wait for the "
+            "first observation."
         )
     series = read_part(path, _digest_of_run(folder, config))
     steps = series.pop("time_step")
-    data = {"name": config.data, "num_train": config.num_train, "num_test": config.num_test or "all"}
-    return assemble(config, data, steps, series, {}, None).assign_attrs(config=json.dumps(as_json(config)))
+    data = {
+        "name": config.data,
+        "num_train": config.num_train,
+        "num_test": config.num_test or "all",
+    }
+    return assemble(config, data, steps, series, {}, None).assign_attrs(
+        config=json.dumps(as_json(config))
+    )
 
 
 def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
@@ -254,7 +315,9 @@ def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
     if checkpoints.read_header(path).get("run") != digest:
         raise RefusedFile(f"{path} belongs to another run. Delete it, then resume the sweep.")
     keys = jnp.zeros((len(config.weight_decays) * len(config.seeds), 2), jnp.uint32)
-    like = jax.eval_shape(lambda: initial_models(keys, network=config.network, options=_network_options(config)))
+    like = jax.eval_shape(
+        lambda: initial_models(keys, network=config.network, options=_network_options(config))
+    )
     return checkpoints.restore(path, like)
 
 
@@ -268,6 +331,7 @@ def _digest_of_run(folder: str | os.PathLike[str], config: Config) -> str:
     identity = read_identity(folder)
     if different := differences(identity["config"], as_json(config)):
         raise RefusedFile(
-            f"`folder` must hold parts of a run of this configuration, got {folder}, whose {that_differ(different)}."
+            f"`folder` must hold parts of a run of this configuration, got {folder}, whose "
+            f"{that_differ(different)}."
         )
     return digest_of(identity)

@@ -8,14 +8,25 @@ from dissociation.figures._eigenvector_measures import RANKINGS, of_size
 from dissociation.figures._harness import config_of
 
 
-def similarity_table(dataset: xarray.Dataset, ranks: tuple[int, ...] = (1, 5, 20)) -> list[list[str]]:
+def similarity_table(
+    dataset: xarray.Dataset, ranks: tuple[int, ...] = (1, 5, 20)
+) -> list[list[str]]:
     """Return the similarity within the reference size, by order and rank, with two 90 % intervals and chance.
 
     Args:
         dataset: Value of `eigenvectors.compute`.
         ranks: Ranks from 1; those above `num_ranks` are left out.
     """
-    rows = [["components", "rank", "similarity", "members resampled", "Student over pairs x classes", "chance"]]
+    rows = [
+        [
+            "components",
+            "rank",
+            "similarity",
+            "members resampled",
+            "Student over pairs x classes",
+            "chance",
+        ]
+    ]
     chance = (2 / (np.pi * len(dataset.pixels))) ** 0.5
     interval = of_size(dataset, config_of(dataset).reference).interval
     for measure in RANKINGS:
@@ -36,14 +47,20 @@ def accuracy_table(dataset: xarray.Dataset) -> list[list[str]]:
         errors = of_size(dataset, size).full_error.values
         right = 1 - errors[np.isfinite(errors)]  # without networks that diverged
         count = str(len(errors)) if len(right) == len(errors) else f"{len(right)} of {len(errors)}"
-        rows.append([str(size), count, *(f"{v:.4f}" for v in (right.mean(), right.min(), right.max()))])
+        rows.append(
+            [str(size), count, *(f"{v:.4f}" for v in (right.mean(), right.min(), right.max()))]
+        )
     return rows
 
 
 def mask_table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return accuracy under a mask from the weights, its negative, and random masks of the same norm."""
     rows = [["norm", "mask", "negative", "taken for the digit", "negative", "random masks"]]
-    columns = (*dataset.mask_accuracy.values, *dataset.mask_share.values, dataset.random_accuracy.values)
+    columns = (
+        *dataset.mask_accuracy.values,
+        *dataset.mask_share.values,
+        dataset.random_accuracy.values,
+    )
     for norm, *values in zip(dataset.norms.values, *columns, strict=True):
         rows.append([f"{norm:g}", *(f"{value:.3f}" for value in values)])
     return rows

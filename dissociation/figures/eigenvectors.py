@@ -1,7 +1,7 @@
 """Figure `eigenvectors`: features of bilinear networks of several sizes and seeds, from their weights alone.
 
-Every class is a quadratic form of the image, whose eigenvectors are its features. The figure compares them between
-seeds and sizes, and counts those that the classification needs.
+Every class is a quadratic form of the image, whose eigenvectors are its features. The figure
+compares them between seeds and sizes, and counts those that the classification needs.
 """
 
 import dataclasses
@@ -83,9 +83,19 @@ class Config(DataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.check(sizes=1, large=1, num_epochs=1, batch_size=1, num_ranks=1, num_components=1, num_certified=1)
+        self.check(
+            sizes=1,
+            large=1,
+            num_epochs=1,
+            batch_size=1,
+            num_ranks=1,
+            num_components=1,
+            num_certified=1,
+        )
         self.check(num_seeds=2, num_large_seeds=2, digit=(0, 9))
-        self.check(weight_decay=check_non_negative, noise=check_non_negative, mask_norms=check_non_negative)
+        self.check(
+            weight_decay=check_non_negative, noise=check_non_negative, mask_norms=check_non_negative
+        )
         if self.reference not in self.sizes:
             fail("reference", f"be one of the sizes {self.sizes}", self.reference)
 
@@ -102,28 +112,39 @@ class Config(DataConfig):
 
 
 def compute(
-    config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
+    config: Config,
+    *,
+    key: Array,
+    data: Dataset | None = None,
+    cache: CacheFolder = None,
+    progress: AnyMeter = None,
 ) -> xarray.Dataset:
     """Train, decompose and compare; see `figures.Figure.compute`.
 
     Returns:
-        By hidden size, seed and epoch: `train_loss`, `train_accuracy`, `validation_loss`, `validation_accuracy`. By
-        size and seed: `diverged_at`, the step at which a network diverged, or -1; `full_error`, the test error of the
-        whole network; `error` [hidden_sizes, orders, seeds, components], that of the leading 0, 1, ... components.
-        By size and pair of different networks, the other one of the reference size: `first` and `second`, the seeds;
-        `similarity` [hidden_sizes, measures, pairs, classes, ranks]; `form` [hidden_sizes, pairs, classes], that of
-        whole forms; `interval` [hidden_sizes, measures, kinds, bounds, ranks], see `_eigenvector_measures.intervals`.
-        Entries that a size lacks are NaN or -1, see `_eigenvector_measures.of_size`. `top` [hidden_sizes,
-        other_hidden_sizes] is the mean similarity of the leading component; `with_self` that within the reference size
-        with pairs of a network with itself, as published.
+        By hidden size, seed and epoch: `train_loss`, `train_accuracy`, `validation_loss`,
+        `validation_accuracy`. By size and seed: `diverged_at`, the step at which a network
+        diverged, or -1; `full_error`, the test error of the whole network; `error` [hidden_sizes,
+        orders, seeds, components], that of the leading 0, 1, ... components. By size and pair of
+        different networks, the other one of the reference size: `first` and `second`, the seeds;
+        `similarity` [hidden_sizes, measures, pairs, classes, ranks]; `form` [hidden_sizes, pairs,
+        classes], that of whole forms; `interval` [hidden_sizes, measures, kinds, bounds, ranks],
+        see `_eigenvector_measures.intervals`. Entries that a size lacks are NaN or -1, see
+        `_eigenvector_measures.of_size`. `top` [hidden_sizes, other_hidden_sizes] is the mean
+        similarity of the leading component; `with_self` that within the reference size with pairs
+        of a network with itself, as published.
 
-        Of the reference size's first network and class `digit`: `eigenvalues` [value_ranks], descending; `leading`
-        [ends, end_ranks, pixels], its most positive and negative eigenvectors; of a test `image` [pixels], the largest
-        `contributions` of components to the logit, with `vectors` and `component_values` [explaining]; `radii` [kept,
-        images], distances to the nearest image of another class, by components kept; `mask` [pixels], with
-        `mask_accuracy`, `mask_share` [signs, norms] and `random_accuracy` [norms], see `_eigenvector_measures.masking`.
+        Of the reference size's first network and class `digit`: `eigenvalues` [value_ranks],
+        descending; `leading` [ends, end_ranks, pixels], its most positive and negative
+        eigenvectors; of a test `image` [pixels], the largest `contributions` of components to the
+        logit, with `vectors` and `component_values` [explaining]; `radii` [kept, images], distances
+        to the nearest image of another class, by components kept; `mask` [pixels], with
+        `mask_accuracy`, `mask_share` [signs, norms] and `random_accuracy` [norms], see
+        `_eigenvector_measures.masking`.
     """
-    return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
+    return run(
+        _computed, config, key=key, data=source(config, data), cache=cache, progress=progress
+    )
 
 
 class _Networks(NamedTuple):
@@ -136,23 +157,39 @@ class _Networks(NamedTuple):
 
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
-    sizes = {size: _trained(config, size, jax.random.fold_in(key, size), data, cache) for size in config.sizes}
+    sizes = {
+        size: _trained(config, size, jax.random.fold_in(key, size), data, cache)
+        for size in config.sizes
+    }
     reference = take(sizes[config.reference][:2], 0)
     cache.network = reference[0]
-    leading = {size: measures.leading_components(own.spectra, config.num_ranks) for size, own in sizes.items()}
-    forms, alive = ({size: getattr(own, part) for size, own in sizes.items()} for part in ("spectra", "alive"))
+    leading = {
+        size: measures.leading_components(own.spectra, config.num_ranks)
+        for size, own in sizes.items()
+    }
+    forms, alive = (
+        {size: getattr(own, part) for size, own in sizes.items()} for part in ("spectra", "alive")
+    )
     found: dict[int, dict[str, Any]] = {}
     for size, own in sizes.items():
         pairs = measures.compared_pairs(alive, size, config.reference)
         job = partial(measures.similarities, leading, forms, size, config.reference, pairs)
         part = cache.get(f"similarity_{size}", job)
         compared = {
-            "similarity": (("measures", "pairs", "classes", "ranks"), np.stack([part[name] for name in MEASURES])),
+            "similarity": (
+                ("measures", "pairs", "classes", "ranks"),
+                np.stack([part[name] for name in MEASURES]),
+            ),
             "form": (("pairs", "classes"), part["form"][..., 0]),
         }
-        compared = without_diverged(compared, pairs=alive[size][pairs[0]] & alive[config.reference][pairs[1]])
+        compared = without_diverged(
+            compared, pairs=alive[size][pairs[0]] & alive[config.reference][pairs[1]]
+        )
         others = None if size == config.reference else alive[config.reference]
-        intervals = [measures.intervals(each, pairs, alive[size], others) for each in compared["similarity"][1]]
+        intervals = [
+            measures.intervals(each, pairs, alive[size], others)
+            for each in compared["similarity"][1]
+        ]
         found[size] = {
             **own.variables,
             "first": (("pairs",), pairs[0]),
@@ -164,22 +201,33 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     jobs = {
         "details": partial(measures.details, config, *reference, images, labels),
         "top": partial(measures.top_similarity, leading, alive),
-        "masks": partial(measures.masking, config, *reference, images, labels, key=jax.random.fold_in(key, 0)),
+        "masks": partial(
+            measures.masking, config, *reference, images, labels, key=jax.random.fold_in(key, 0)
+        ),
     }
     details, top, masks = (cache.get(name, job) for name, job in jobs.items())
-    overlap, count = pooled(found[config.reference]["similarity"][1][0])[0], int(alive[config.reference].sum())
-    # Among pairs i <= j, n (n - 1) / 2 are of different networks, and n of a network with itself, of similarity 1.
+    overlap, count = (
+        pooled(found[config.reference]["similarity"][1][0])[0],
+        int(alive[config.reference].sum()),
+    )
+    # Among pairs i <= j, n (n - 1) / 2 are of different networks, and n of a network with itself,
+    # of similarity 1.
     with_self = (overlap * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)
     of_reference, kept = _of_reference(details | masks)
     variables, counted = _padded(found, config.reference)
-    whole = {"top": (("hidden_sizes", "other_hidden_sizes"), top["top"]), "with_self": ((), float(with_self))}
+    whole = {
+        "top": (("hidden_sizes", "other_hidden_sizes"), top["top"]),
+        "with_self": ((), float(with_self)),
+    }
     coords = {
         "hidden_sizes": list(found), "other_hidden_sizes": list(found), "measures": list(MEASURES),
         "orders": list(ORDERS), "kinds": ["members", "pairs"], "bounds": ["mean", "low", "high"],
         "ends": ["positive", "negative"], "kept": kept, "signs": ["mask", "negative"],
         "norms": ("norms", list(config.mask_norms), PIXELS), **counted,
     }  # fmt: skip
-    return xarray.Dataset(whole | of_reference | variables, coords, {"data": json.dumps(described(data))})
+    return xarray.Dataset(
+        whole | of_reference | variables, coords, {"data": json.dumps(described(data))}
+    )
 
 
 def _trained(config: Config, size: int, key: Array, data: Dataset, cache: Cache) -> _Networks:
@@ -190,7 +238,10 @@ def _trained(config: Config, size: int, key: Array, data: Dataset, cache: Cache)
         num_seeds=config.seeds(size),
         callbacks=[Progress(cache.progress)],
         checkpoint=cache.path(f"size_{size}.ckpt"),
-        **{name: getattr(config, name) for name in ("num_epochs", "batch_size", "weight_decay", "noise")},
+        **{
+            name: getattr(config, name)
+            for name in ("num_epochs", "batch_size", "weight_decay", "noise")
+        },
     )
     cache.seconds[f"training size {size}"] = trained.seconds
     alive = check_some_left(trained.diverged_at, f"networks of size {size}")
@@ -206,8 +257,14 @@ def _trained(config: Config, size: int, key: Array, data: Dataset, cache: Cache)
         "full_error": (("seeds",), part["full"]),
         "error": (("orders", "seeds", "components"), np.stack([part[order] for order in ORDERS])),
     }
-    variables = {name: (("seeds", "epochs"), np.where(finite, values, np.nan)) for name, values in observed.items()}
-    variables |= {"diverged_at": (("seeds",), trained.diverged_at), **without_diverged(errors, seeds=alive)}
+    variables = {
+        name: (("seeds", "epochs"), np.where(finite, values, np.nan))
+        for name, values in observed.items()
+    }
+    variables |= {
+        "diverged_at": (("seeds",), trained.diverged_at),
+        **without_diverged(errors, seeds=alive),
+    }
     return _Networks(models, spectra, alive, variables)
 
 
@@ -222,7 +279,11 @@ def _of_reference(found: Arrays) -> tuple[dict[str, Any], list[str]]:
         "contributions": ("explaining", found["contributions"]),
         "vectors": (("explaining", "pixels"), found["vectors"]),
         "component_values": ("explaining", found["component_values"]),
-        "radii": (("kept", "images"), np.stack([found[f"radii_{components}"] for components in kept]), PIXELS),
+        "radii": (
+            ("kept", "images"),
+            np.stack([found[f"radii_{components}"] for components in kept]),
+            PIXELS,
+        ),
         "mask": ("pixels", found["mask"]),
         "mask_accuracy": (("signs", "norms"), found["mask_accuracy"]),
         "mask_share": (("signs", "norms"), found["mask_share"]),
@@ -231,14 +292,18 @@ def _of_reference(found: Arrays) -> tuple[dict[str, Any], list[str]]:
     return variables, [str(components) if components else "all" for components in kept]
 
 
-def _padded(found: dict[int, dict[str, Any]], reference: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _padded(
+    found: dict[int, dict[str, Any]], reference: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return variables of all sizes, padded with NaN or -1, and coordinates with lengths of axes."""
     variables, lengths = {}, {}
     for name, (dims, like) in found[reference].items():
         arrays = [own[name][1] for own in found.values()]
         fill = -1 if np.issubdtype(like.dtype, np.integer) else np.nan
         variables[name] = (("hidden_sizes", *dims), padded(arrays, fill))
-        lengths |= {axis: [array.shape[place] for array in arrays] for place, axis in enumerate(dims)}
+        lengths |= {
+            axis: [array.shape[place] for array in arrays] for place, axis in enumerate(dims)
+        }
     coords = {}
     for axis in ("seeds", "epochs", "components", "pairs", "ranks"):
         if axis in PADDED:

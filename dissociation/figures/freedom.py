@@ -1,7 +1,8 @@
 """Figure `freedom`: attainable range of the similarity of two networks, for the same two functions.
 
-Networks of several seeds are compared in pairs by linear CKA, layer by layer. Each pair's value is drawn in the
-interval that scaling the first network's neurons can reach; certified rewrites approach the ends.
+Networks of several seeds are compared in pairs by linear CKA, layer by layer. Each pair's value is
+drawn in the interval that scaling the first network's neurons can reach; certified rewrites
+approach the ends.
 """
 
 import dataclasses
@@ -85,23 +86,39 @@ class Config(members.Config):
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
         return dataclasses.replace(
-            self, num_seeds=3, num_epochs=3, num_train=2000, num_test=200, num_samples=100, width=32, num_zero=8
+            self,
+            num_seeds=3,
+            num_epochs=3,
+            num_train=2000,
+            num_test=200,
+            num_samples=100,
+            width=32,
+            num_zero=8,
         )
 
 
 def compute(
-    config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
+    config: Config,
+    *,
+    key: Array,
+    data: Dataset | None = None,
+    cache: CacheFolder = None,
+    progress: AnyMeter = None,
 ) -> xarray.Dataset:
     """Train, compare and rewrite; see `figures.Figure.compute`.
 
     Returns:
-        By layer and pair of seeds, the first network of a pair in rows: `measured` linear CKA; `low` and `high`, the
-        smallest and largest for networks of the first one's function; `residual`, the relative one of the conditions
-        that certify the largest; by end, `approached`, linear CKA of the first network rewritten towards it, and
-        `change`, the largest change of a logit on all test images. By rewrite, `moved`, linear CKA of the last layer
-        after it. Numbers are NaN on the diagonal and for diverged networks. Along training, `test_error`.
+        By layer and pair of seeds, the first network of a pair in rows: `measured` linear CKA;
+        `low` and `high`, the smallest and largest for networks of the first one's function;
+        `residual`, the relative one of the conditions that certify the largest; by end,
+        `approached`, linear CKA of the first network rewritten towards it, and `change`, the
+        largest change of a logit on all test images. By rewrite, `moved`, linear CKA of the last
+        layer after it. Numbers are NaN on the diagonal and for diverged networks. Along training,
+        `test_error`.
     """
-    return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
+    return run(
+        _computed, config, key=key, data=source(config, data), cache=cache, progress=progress
+    )
 
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
@@ -116,10 +133,15 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
         for layer, group in groups.items()
     }
     *_, last = groups.values()
-    jobs["moved"] = partial(_moved, config, trained.models, last, layers[last.name], data, rewrite_key)
+    jobs["moved"] = partial(
+        _moved, config, trained.models, last, layers[last.name], data, rewrite_key
+    )
     found = cache.get_all(jobs, "comparing")
     pairs = ("seeds", "other_seeds")
-    variables = {name: (("layers", *pairs), np.stack([found[layer][name] for layer in groups])) for name in _INTERVALS}
+    variables = {
+        name: (("layers", *pairs), np.stack([found[layer][name] for layer in groups]))
+        for name in _INTERVALS
+    }
     variables |= {
         kind: (
             ("ends", "layers", *pairs),
@@ -127,15 +149,27 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
         )
         for kind in ("approached", "change")
     }
-    variables["moved"] = (("rewrites", *pairs), np.stack([found["moved"][name] for name in REWRITES]))
+    variables["moved"] = (
+        ("rewrites", *pairs),
+        np.stack([found["moved"][name] for name in REWRITES]),
+    )
     same = np.eye(config.num_seeds, dtype=bool)
-    apart = {name: (dims, np.where(same, np.nan, values)) for name, (dims, values) in variables.items()}
+    apart = {
+        name: (dims, np.where(same, np.nan, values)) for name, (dims, values) in variables.items()
+    }
     others = np.arange(config.num_seeds)
-    coords = {"layers": list(groups), "ends": list(ENDS), "rewrites": list(REWRITES), "other_seeds": others}
+    coords = {
+        "layers": list(groups),
+        "ends": list(ENDS),
+        "rewrites": list(REWRITES),
+        "other_seeds": others,
+    }
     return trained.dataset(data, apart, coords)
 
 
-def rewritten_layers(config: Config, models: Any, example: Array | np.ndarray) -> dict[str, NeuronGroup]:
+def rewritten_layers(
+    config: Config, models: Any, example: Array | np.ndarray
+) -> dict[str, NeuronGroup]:
     """Return the groups of both hidden layers of the perceptron, else of the last one."""
     last = members.rewritten_group(models, example)
     groups = neuron_groups(take(models, 0), jnp.asarray(example)) if config.model == "mlp" else {}
@@ -150,13 +184,19 @@ def _freedom(
     ends = [f"{kind}_{end}" for kind in ("approached", "change") for end in ENDS]
     tables = {name: np.full((count, count), np.nan) for name in (*_INTERVALS, *ends)}
     for i, j in itertools.permutations(range(count), 2):
-        free, model = cka_range(np.asarray(represented[i]), np.asarray(represented[j])), take(models, i)
+        free, model = (
+            cka_range(np.asarray(represented[i]), np.asarray(represented[j])),
+            take(models, i),
+        )
         for name in _INTERVALS:
             tables[name][i, j] = getattr(free, name)
         for end in ENDS:
             scaled = _rewritten(model, free.rewrite(group, end=end))
             value, change = _compared(model, scaled, group.name, images, all_images, represented[j])
-            tables[f"approached_{end}"][i, j], tables[f"change_{end}"][i, j] = float(value), float(change)
+            tables[f"approached_{end}"][i, j], tables[f"change_{end}"][i, j] = (
+                float(value),
+                float(change),
+            )
     return tables
 
 
@@ -188,14 +228,19 @@ def _moved(
     def unevenly(model: Any, key: Array) -> Any:
         return scale(group, jnp.exp(config.spread * jax.random.normal(key, (group.size,))))(model)
 
-    moved: dict[str, Any] = {"null-perturbed": null_perturbed(weights, config.null_scale), "unevenly": unevenly}
+    moved: dict[str, Any] = {
+        "null-perturbed": null_perturbed(weights, config.null_scale),
+        "unevenly": unevenly,
+    }
     variants, found = config.rewrites(group) | moved, {}
     for index, name in enumerate(REWRITES):
         given: Any = jax.random.split(jax.random.fold_in(key, index), config.num_seeds)
         if name == "null-perturbed":
             given = given, jnp.broadcast_to(bases, (config.num_seeds, *bases.shape[1:]))
         each = ((take(models, seed), take(given, seed)) for seed in range(config.num_seeds))
-        found[name] = np.stack([np.asarray(_row(variants[name], *one, images, features)) for one in each])
+        found[name] = np.stack(
+            [np.asarray(_row(variants[name], *one, images, features)) for one in each]
+        )
     return found
 
 
@@ -244,8 +289,20 @@ def _intervals(panel: Axes, dataset: xarray.Dataset) -> None:
         low, high = _known(numbers.low).mean(), _known(numbers.high).mean()
         first = row == 0
         ends = np.clip([low, high], *np.array(TICKS)[[0, -1]])
-        panel.plot(ends, [row, row], color="0.75", linewidth=8, solid_capstyle="butt", label="same functions" * first)
-        _dots(panel, row, _known(numbers.measured), label="measured, a dot for each pair of seeds" * first)
+        panel.plot(
+            ends,
+            [row, row],
+            color="0.75",
+            linewidth=8,
+            solid_capstyle="butt",
+            label="same functions" * first,
+        )
+        _dots(
+            panel,
+            row,
+            _known(numbers.measured),
+            label="measured, a dot for each pair of seeds" * first,
+        )
         panel.text(ends[0], row - 0.3, f"{low:.3f}", ha="left", va="bottom", fontsize="small")
         panel.text(ends[1], row - 0.3, f"{high:.3f}", ha="right", va="bottom", fontsize="small")
     panel.set_yticks(range(len(titles)), titles)
@@ -266,10 +323,14 @@ def _rewrites(panel: Axes, dataset: xarray.Dataset) -> None:
 def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     return (
-        f"Linear CKA of {_known(dataset.measured[0]).size} ordered pairs of seeds on {config_of(dataset).num_samples} "
-        "test images, on a logit axis. (a) Dots are pairs; bars are the attainable range when the first network's "
-        "neurons are scaled and its function stays, mean of the pairs' ends. (b) The last hidden layer of the same "
-        f"pairs after rewrites of the first network, a dot for each pair. Data: {members.headline(dataset)}."
+        f"Linear CKA of {_known(dataset.measured[0]).size} ordered pairs of seeds on "
+        f"{config_of(dataset).num_samples} "
+        "test images, on a logit axis. (a) Dots are pairs; bars are the attainable range when "
+        "the first network's "
+        "neurons are scaled and its function stays, mean of the pairs' ends. (b) The last hidden "
+        "layer of the same "
+        "pairs after rewrites of the first network, a dot for each pair. Data: "
+        f"{members.headline(dataset)}."
     )
 
 
@@ -279,7 +340,8 @@ def headline(dataset: xarray.Dataset) -> str:
     measured = _known(layer.measured)
     return (
         f"{members.headline(dataset)}; {config_of(dataset).num_samples} samples\n"
-        f"Seeds measure a linear CKA of {measured.mean():.3f} in the last hidden layer ({measured.min():.3f} "
+        f"Seeds measure a linear CKA of {measured.mean():.3f} in the last hidden layer "
+        f"({measured.min():.3f} "
         f"to {measured.max():.3f}); the functions of a pair can show anything from "
         f"{_known(layer.low).mean():.4f} to {_known(layer.high).mean():.4f} (means over pairs)."
     )
@@ -287,13 +349,25 @@ def headline(dataset: xarray.Dataset) -> str:
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per layer: value, ends, distance of rewrites from them, change of the function."""
-    header = ["layer", "measured", "least", "largest", "distance from ends", "change of a logit", "residual"]
+    header = [
+        "layer",
+        "measured",
+        "least",
+        "largest",
+        "distance from ends",
+        "change of a logit",
+        "residual",
+    ]
     shown = [header]
     for layer in dataset.layers.values:
         one = dataset.sel(layers=layer)
         distance = max(float(abs(one.approached.sel(ends=end) - one[end]).max()) for end in ENDS)
         cells = [cell(_known(one[name]), 4) for name in ("measured", "low", "high")]
-        numbers = [f"{distance:.0e}", f"{float(one.change.max()):.0e}", f"{float(one.residual.max()):.0e}"]
+        numbers = [
+            f"{distance:.0e}",
+            f"{float(one.change.max()):.0e}",
+            f"{float(one.residual.max()):.0e}",
+        ]
         shown.append([layer, *cells, *numbers])
     for name, values in zip(dataset.rewrites.values, dataset.moved, strict=True):
         title = f"last, {REWRITES[name]}"

@@ -1,6 +1,7 @@
 """Figure `manifold`: all solutions of two-layer linear networks, and the noise that selects among them.
 
-After figures 1, 3 and 4 of Braun, Grant and Saxe (2025), with exact walks in place of perturbation and descent.
+After figures 1, 3 and 4 of Braun, Grant and Saxe (2025), with exact walks in place of perturbation
+and descent.
 """
 
 import dataclasses
@@ -31,7 +32,10 @@ from dissociation.similarity._predictivity import linear_predictivity
 __all__ = ["Config", "compute", "draw"]
 
 STEM = "solution-manifold"
-SHOWS = "All linear networks that solve a task: walks, hierarchies, similarity of families, and selection by noise."
+SHOWS = (
+    "All linear networks that solve a task: walks, hierarchies, similarity of families, and "
+    "selection by noise."
+)
 
 MEASURES = "rsa", "predictivity", "in-sample predictivity"
 MINIMISERS = "least under input noise", "least under parameter noise", "least under both"
@@ -74,14 +78,18 @@ class Config(Settings):
         self.check(num_samples=10, num_inputs=1, num_outputs=1, depth=(1, 7), hidden=self.rank)
         self.check(input_rank=(1, min(self.num_samples, self.num_inputs)))
         self.check(rank=(1, min(self.input_rank, self.num_outputs)), condition=(1.0, 1000.0))
-        self.check(num_tasks=2, num_steps=2, pair_steps=(2, self.num_steps), num_scales=2, num_draws=2)
+        self.check(
+            num_tasks=2, num_steps=2, pair_steps=(2, self.num_steps), num_scales=2, num_draws=2
+        )
         self.check(rate=check_positive)
         if self.rate > 1:
             fail("rate", "be at most 1", self.rate)
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
-        return dataclasses.replace(self, num_tasks=3, num_steps=51, pair_steps=11, num_scales=4, num_draws=500)
+        return dataclasses.replace(
+            self, num_tasks=3, num_steps=51, pair_steps=11, num_scales=4, num_draws=500
+        )
 
 
 def source(config: Config) -> None:
@@ -89,18 +97,25 @@ def source(config: Config) -> None:
 
 
 def compute(
-    config: Config, *, key: Array, data: None = None, cache: CacheFolder = None, progress: AnyMeter = None
+    config: Config,
+    *,
+    key: Array,
+    data: None = None,
+    cache: CacheFolder = None,
+    progress: AnyMeter = None,
 ) -> xarray.Dataset:
     """Walk, plant, compare and add noise; see `figures.Figure.compute`.
 
     Returns:
-        `moved` [quantities, tasks, steps], distances from the first step of a walk in GLS over the norm of the first;
-        for the loss, its change over the loss of zero outputs. `drift` [families, tasks, steps], relative error of
-        predictions by the first step's readout. By measure and scope (one task, or the next one), `similarity`
-        [measures, scopes, families, other_families, tasks, pair_steps] of two independent walks. `theory`, `simulated`
-        and `error` of the expected loss, [sources, solutions, scales], and `selected` [minimal, noise_scales], RSA of
-        the minimiser under both noises with the minimal families. Of the hierarchy, `leaves_x`, `leaves_y`, and of
-        three solutions `activity`, `rsm` and `mds`, [planted, leaves, ...].
+        `moved` [quantities, tasks, steps], distances from the first step of a walk in GLS over the
+        norm of the first; for the loss, its change over the loss of zero outputs. `drift`
+        [families, tasks, steps], relative error of predictions by the first step's readout. By
+        measure and scope (one task, or the next one), `similarity` [measures, scopes, families,
+        other_families, tasks, pair_steps] of two independent walks. `theory`, `simulated` and
+        `error` of the expected loss, [sources, solutions, scales], and `selected` [minimal,
+        noise_scales], RSA of the minimiser under both noises with the minimal families. Of the
+        hierarchy, `leaves_x`, `leaves_y`, and of three solutions `activity`, `rsm` and `mds`,
+        [planted, leaves, ...].
     """
     return run(_computed, config, key=key, data=data, cache=cache, progress=progress)
 
@@ -123,7 +138,10 @@ def _computed(config: Config, key: Array, data: None, cache: Cache) -> xarray.Da
             ("measures", "scopes", "families", "other_families", "tasks", "pair_steps"),
             walks["similarity"],
         ),
-        **{name: (("sources", "solutions", "scales"), noise[name]) for name in ("theory", "simulated", "error")},
+        **{
+            name: (("sources", "solutions", "scales"), noise[name])
+            for name in ("theory", "simulated", "error")
+        },
         "selected": (("minimal", "noise_scales"), noise["selected"]),
         "parents": ("nodes", complete_tree(config.depth)),
         "leaves_x": (("leaves", "features"), tree["x"]),
@@ -145,10 +163,21 @@ def _tasks(config: Config, key: Array) -> Task:
     """Return stacked tasks of the same inputs."""
     keys = jax.random.split(key, 2)
     sizes = config.num_samples, config.num_inputs, config.num_outputs
-    first = random_task(*sizes, rank=config.rank, input_rank=config.input_rank, condition=config.condition, key=keys[0])
+    first = random_task(
+        *sizes,
+        rank=config.rank,
+        input_rank=config.input_rank,
+        condition=config.condition,
+        key=keys[0],
+    )
     shape = config.num_tasks, config.rank, config.num_inputs + config.num_outputs
     maps = np.split(np.asarray(jax.random.normal(keys[1], shape)), [config.num_inputs], 2)
-    targets = np.asarray(first.x) @ maps[0].swapaxes(1, 2) @ maps[1] / np.sqrt(config.num_inputs * config.rank)
+    targets = (
+        np.asarray(first.x)
+        @ maps[0].swapaxes(1, 2)
+        @ maps[1]
+        / np.sqrt(config.num_inputs * config.rank)
+    )
     tasks = [make_task(first.x, y.astype(first.x.dtype), rtol=1e-5) for y in targets]
     return jax.tree.map(lambda *parts: jnp.asarray(np.stack(parts)), *tasks)
 
@@ -158,7 +187,12 @@ def _walks(config: Config, tasks: Task, key: Array) -> dict[str, Array | np.ndar
     keys = jax.random.split(key, (2, len(FAMILIES), config.num_tasks))
 
     def walk(family: str, place: int, each: Array) -> LinearNetwork:
-        one = partial(FAMILIES[family].walk, hidden=config.hidden, num_steps=config.num_steps, rate=config.rate)
+        one = partial(
+            FAMILIES[family].walk,
+            hidden=config.hidden,
+            num_steps=config.num_steps,
+            rate=config.rate,
+        )
         return jax.vmap(lambda task, key: one(task, key=key))(tasks, each[place])
 
     walks = {name: walk(name, place, keys[0]) for place, name in enumerate(FAMILIES)}
@@ -167,9 +201,12 @@ def _walks(config: Config, tasks: Task, key: Array) -> dict[str, Array | np.ndar
     drift = [jax.vmap(_drift)(tasks, networks) for networks in walks.values()]
     kept = config.pair_steps
     hidden, other = (
-        [jax.vmap(_activity)(tasks, networks)[:, :kept] for networks in each.values()] for each in (walks, others)
+        [jax.vmap(_activity)(tasks, networks)[:, :kept] for networks in each.values()]
+        for each in (walks, others)
     )  # [tasks, steps, samples, units]
-    rows = np.array([[_compared(one, second) for second in other] for one in hidden])  # families first
+    rows = np.array(
+        [[_compared(one, second) for second in other] for one in hidden]
+    )  # families first
     return {
         "moved": np.moveaxis(moved, 1, 0),
         "drift": np.stack(drift),
@@ -189,7 +226,9 @@ def _moved(task: Task, networks: LinearNetwork) -> Array:
     outputs = hidden @ networks.weights[1].swapaxes(1, 2)
     losses = jnp.sum((outputs - task.y[None]) ** 2, (1, 2))
     arrays = *networks.weights, hidden, hidden @ hidden.swapaxes(1, 2), outputs
-    moved = [jnp.linalg.norm(each - each[:1], axis=(1, 2)) / jnp.linalg.norm(each[0]) for each in arrays]
+    moved = [
+        jnp.linalg.norm(each - each[:1], axis=(1, 2)) / jnp.linalg.norm(each[0]) for each in arrays
+    ]
     # Targets without noise leave no loss: its scale is that of outputs of zero.
     return jnp.stack([*moved, jnp.abs(losses - losses[0]) / jnp.sum(task.y**2)])
 
@@ -227,12 +266,19 @@ def _noise(config: Config, task: Task, key: Array) -> dict[str, Array | np.ndarr
     """Return theory and simulation under noise, and RSA of the minimiser with the minimal families."""
     families = [*FAMILIES.values(), LSS]  # the last one is the least under input noise
     number, wide = config.num_scales, jnp.geomspace(1e-2, 1e2, 4 * config.num_scales)
-    draw_keys, least_keys, run_keys = _keys(key, len(families), 6 * number, 2 * number * (len(families) + 2))
-    networks = [family.sample(task, config.hidden, key=k) for family, k in zip(families, draw_keys, strict=True)]
+    draw_keys, least_keys, run_keys = _keys(
+        key, len(families), 6 * number, 2 * number * (len(families) + 2)
+    )
+    networks = [
+        family.sample(task, config.hidden, key=k)
+        for family, k in zip(families, draw_keys, strict=True)
+    ]
     scales, zeros = jnp.geomspace(0.03, 1.0, number), jnp.zeros(number)
 
     def least(pair: tuple[Array, Array]) -> LinearNetwork:
-        noise = Noise(pair[0], 0.1, 0.1)  # of equal sizes on both layers: their common size does not matter
+        noise = Noise(
+            pair[0], 0.1, 0.1
+        )  # of equal sizes on both layers: their common size does not matter
         return noise_minimiser(task, config.hidden, noise, key=pair[1])
 
     minimisers = lax.map(least, (np.concatenate([zeros, scales, wide]), least_keys))
@@ -242,7 +288,9 @@ def _noise(config: Config, task: Task, key: Array) -> dict[str, Array | np.ndarr
 
     known = [jax.tree.map(lambda weight: np.stack([weight] * number), one) for one in networks]
     known += part(0, number), part(number, 2 * number)
-    stacked = jax.tree.map(lambda *weights: jnp.asarray(np.stack(weights, 1)), *known)  # scales first
+    stacked = jax.tree.map(
+        lambda *weights: jnp.asarray(np.stack(weights, 1)), *known
+    )  # scales first
 
     def measured(network: LinearNetwork, noise: Noise, key: Array) -> Array:
         found = simulated_loss(task, network, noise, num_draws=config.num_draws, key=key)
@@ -251,12 +299,20 @@ def _noise(config: Config, task: Task, key: Array) -> dict[str, Array | np.ndarr
     noises = Noise(np.stack([scales, zeros]), *[np.stack([zeros, scales])] * 2)  # [sources, scales]
     over_scales = jax.vmap(jax.vmap(measured, (0, None, 0)))
     run_keys = run_keys.reshape(2, number, len(families) + 2, *key.shape)
-    found = lax.map(lambda pair: over_scales(stacked, *pair), (noises, run_keys))  # [sources, scales, solutions, 3]
+    found = lax.map(
+        lambda pair: over_scales(stacked, *pair), (noises, run_keys)
+    )  # [sources, scales, solutions, 3]
     theory, simulated, error = np.moveaxis(found, (3, 2), (0, 2))
     ends = [networks[list(FAMILIES).index(name)].hidden(task.x) for name in ("MRNS", "MWNS")]
     chosen = _activity(task, part(2 * number, None))
     selected = np.stack([jax.vmap(rsa, (0, None))(chosen, end) for end in ends])
-    arrays = {"theory": theory, "simulated": simulated, "error": error, "selected": selected, "scales": scales}
+    arrays = {
+        "theory": theory,
+        "simulated": simulated,
+        "error": error,
+        "selected": selected,
+        "scales": scales,
+    }
     return arrays | {"noise_scales": wide}
 
 
@@ -275,8 +331,17 @@ def _hierarchy(config: Config, key: Array) -> dict[str, Array]:
     order = jax.random.permutation(keys[1], leaves)
     networks = [
         plant_rsm(task, MRNS.rsm(task)[order][:, order], units).network,
-        *(family.sample(task, units, key=k) for family, k in zip((MRNS, MWNS), keys[2:4], strict=True)),
+        *(
+            family.sample(task, units, key=k)
+            for family, k in zip((MRNS, MWNS), keys[2:4], strict=True)
+        ),
     ]
     activity = jnp.stack([network.hidden(task.x) for network in networks])
     mds = jax.vmap(scaled)(activity, jax.random.normal(keys[4], (len(networks), leaves, 2)))
-    return {"x": task.x, "y": task.y, "activity": activity, "rsm": activity @ activity.swapaxes(1, 2), "mds": mds}
+    return {
+        "x": task.x,
+        "y": task.y,
+        "activity": activity,
+        "rsm": activity @ activity.swapaxes(1, 2),
+        "mds": mds,
+    }

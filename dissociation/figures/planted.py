@@ -1,7 +1,8 @@
 """Figure `planted`: images and patterns in the hidden activity of a network that still does its task.
 
-After figure 5 of Braun, Grant and Saxe (2025). A network with one hidden layer is trained. Its activity is moved
-towards an image while all predictions stay, its RSM is given two patterns, and neurons without effect show an image.
+After figure 5 of Braun, Grant and Saxe (2025). A network with one hidden layer is trained. Its
+activity is moved towards an image while all predictions stay, its RSM is given two patterns, and
+neurons without effect show an image.
 """
 
 import dataclasses
@@ -102,26 +103,44 @@ class Config(members.DataConfig):
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
-        sizes = {"width": 128, "num_shown": 64, "num_more": 128, "strip": 64, "num_around": 256, "num_factors": 32}
-        return dataclasses.replace(self, num_train=2000, num_test=200, num_passes=12, batch_size=100, **sizes)
+        sizes = {
+            "width": 128,
+            "num_shown": 64,
+            "num_more": 128,
+            "strip": 64,
+            "num_around": 256,
+            "num_factors": 32,
+        }
+        return dataclasses.replace(
+            self, num_train=2000, num_test=200, num_passes=12, batch_size=100, **sizes
+        )
 
 
 def compute(
-    config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
+    config: Config,
+    *,
+    key: Array,
+    data: Dataset | None = None,
+    cache: CacheFolder = None,
+    progress: AnyMeter = None,
 ) -> xarray.Dataset:
     """Train and plant; see `figures.Figure.compute`.
 
     Returns:
-        For the image on few inputs, `activity` [stages, shown, neurons] and `image`; on more, `more_activity` and
-        `more_image`. By extent (few or more inputs), `correlation` of activity and image [extents, stages], and along
-        the passes `along`, and `changed`, the number of changed predictions. `rsm` [patterns, versions, shown,
-        others], wanted, trained and planted, and `agreement` [patterns, versions], the correlation of entries off the
-        diagonal with the wanted ones. `strip` and `whole`, activities with an image of neurons without effect;
-        `mark_correlation` of the strip, and of the whole, with the image; `mark_optimum`, the same if trained neurons
-        were dark, [marks]; and `rdm` [states, shown, others], 1 minus correlation. By planting, the fields of
-        `rewrites.Certificate` on all training images. `train_error`, a fraction.
+        For the image on few inputs, `activity` [stages, shown, neurons] and `image`; on more,
+        `more_activity` and `more_image`. By extent (few or more inputs), `correlation` of activity
+        and image [extents, stages], and along the passes `along`, and `changed`, the number of
+        changed predictions. `rsm` [patterns, versions, shown, others], wanted, trained and planted,
+        and `agreement` [patterns, versions], the correlation of entries off the diagonal with the
+        wanted ones. `strip` and `whole`, activities with an image of neurons without effect;
+        `mark_correlation` of the strip, and of the whole, with the image; `mark_optimum`, the same
+        if trained neurons were dark, [marks]; and `rdm` [states, shown, others], 1 minus
+        correlation. By planting, the fields of `rewrites.Certificate` on all training images.
+        `train_error`, a fraction.
     """
-    return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
+    return run(
+        _computed, config, key=key, data=source(config, data), cache=cache, progress=progress
+    )
 
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
@@ -132,7 +151,8 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     sizes = config.num_shown, config.num_more
     plantings = zip(EXTENTS, sizes, (few_key, more_key), strict=True)
     jobs: dict[str, Any] = {
-        name: partial(_image, config, model, group, images, size, each, cache, name) for name, size, each in plantings
+        name: partial(_image, config, model, group, images, size, each, cache, name)
+        for name, size, each in plantings
     }
     labels = np.argmax(data.train_labels[: config.num_shown], 1)
     jobs["rsm"] = partial(_rsms, config, model, group, images, labels, rsm_key)
@@ -140,7 +160,12 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     found = cache.get_all(jobs, "planting")
     few, more = (found[name] for name in EXTENTS)
     rsms, marks = found["rsm"], found["marks"]
-    certificates = [few["certificate"], more["certificate"], *rsms["certificate"], *marks["certificate"]]
+    certificates = [
+        few["certificate"],
+        more["certificate"],
+        *rsms["certificate"],
+        *marks["certificate"],
+    ]
     variables = {
         "image": (("shown", "neurons"), few["image"]),
         "activity": (("stages", "shown", "neurons"), few["activity"]),
@@ -202,16 +227,30 @@ def face(rows: int, columns: int) -> np.ndarray:
 
 
 def _image(
-    config: Config, model: Any, group: NeuronGroup, images: Array, size: int, key: Array, cache: Cache, name: str
+    config: Config,
+    model: Any,
+    group: NeuronGroup,
+    images: Array,
+    size: int,
+    key: Array,
+    cache: Cache,
+    name: str,
 ) -> dict[str, Any]:
     """Return the activity of the first images before and after an image is planted, and its numbers."""
     image = face(size, config.width)
-    options = {"num_passes": config.num_passes, "batch_size": config.batch_size, "learning_rate": config.learning_rate}
+    options = {
+        "num_passes": config.num_passes,
+        "batch_size": config.batch_size,
+        "learning_rate": config.learning_rate,
+    }
     found = plant_activity(
         group, model, images, image, **options,
         key=key, checkpoint=cache.path(f"{name.replace(' ', '_')}.ckpt"), progress=cache.progress,
     )  # fmt: skip
-    numbers = {field: getattr(found, field) for field in ("activity", "correlation", "along", "changed", "kept")}
+    numbers = {
+        field: getattr(found, field)
+        for field in ("activity", "correlation", "along", "changed", "kept")
+    }
     return numbers | {"image": image, "certificate": _certificate(model, found.model, images)}
 
 
@@ -237,20 +276,28 @@ def _rsms(
 ) -> dict[str, Any]:
     """Return matrices of activities, wanted, trained and planted, for two patterns."""
     shown, keys = images[: config.num_shown], jax.random.split(key, len(PATTERNS) + 1)
-    pairs = np.asarray(jax.random.permutation(keys[-1], 10))[labels] // 2  # two random classes share a block
+    pairs = (
+        np.asarray(jax.random.permutation(keys[-1], 10))[labels] // 2
+    )  # two random classes share a block
     squares = np.arange(len(shown)) * 8 // len(shown)
     wanted = [pairs[:, None] == pairs[None], ((squares[:, None] + squares[None]) % 2 == 0) + FLOOR]
     off = ~np.eye(len(shown), dtype=bool)
     before = _activity(model, shown)
     rsms, agreement, certificates = [], [], []
     for target, each in zip(np.asarray(wanted, np.float32), keys, strict=False):
-        planted = plant_rsm(group, model, shown, target, num_neurons=config.num_factors, key=each)(model)
+        planted = plant_rsm(group, model, shown, target, num_neurons=config.num_factors, key=each)(
+            model
+        )
         after = _activity(planted, shown)
         three = [target, *(np.asarray(activity @ activity.T) for activity in (before, after))]
         rsms.append(np.stack(three))
         agreement.append([_correlation(one[off], target[off]) for one in three])
         certificates.append(_certificate(model, planted, images))
-    return {"rsm": np.stack(rsms), "agreement": np.array(agreement), "certificate": np.stack(certificates)}
+    return {
+        "rsm": np.stack(rsms),
+        "agreement": np.array(agreement),
+        "certificate": np.stack(certificates),
+    }
 
 
 def _marks(config: Config, model: Any, group: NeuronGroup, images: Array) -> dict[str, Any]:
@@ -272,8 +319,12 @@ def _marks(config: Config, model: Any, group: NeuronGroup, images: Array) -> dic
     return {
         "strip": strip,
         "whole": all_of_it,
-        "correlation": np.array([_correlation(strip[:, config.width :], mark), _correlation(all_of_it, whole)]),
+        "correlation": np.array(
+            [_correlation(strip[:, config.width :], mark), _correlation(all_of_it, whole)]
+        ),
         "optimum": np.array([1.0, _correlation(best, whole)]),
-        "rdm": np.stack([squareform(np.asarray(rdm(activity, "correlation"))) for activity in activities]),
+        "rdm": np.stack(
+            [squareform(np.asarray(rdm(activity, "correlation"))) for activity in activities]
+        ),
         "certificate": np.stack([_certificate(model, one, images) for one in (marked, hidden)]),
     }

@@ -1,7 +1,8 @@
 """Figure `robustness`: networks of one function and many representations, under noise on inputs and parameters.
 
-Trained networks are moved in the null space of the data, which keeps their function on the data, or duplicated, scaled
-or given nuisance neurons, which keeps it everywhere and so under input noise. Under parameter noise all differ.
+Trained networks are moved in the null space of the data, which keeps their function on the data, or
+duplicated, scaled or given nuisance neurons, which keeps it everywhere and so under input noise.
+Under parameter noise all differ.
 """
 
 import dataclasses
@@ -64,27 +65,46 @@ class Config(members.Config):
         super().__post_init__()
         self.check(num_scales=2, null_scale=(0.0, members.FACTORS[1]))
         if self.published_null and self.model != "mlp":
-            fail("published_null", "be False except for the perceptron, whose first layer gets the data", self.model)
+            fail(
+                "published_null",
+                "be False except for the perceptron, whose first layer gets the data",
+                self.model,
+            )
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
         return dataclasses.replace(
-            self, num_seeds=2, num_epochs=5, num_train=2000, num_test=300, width=128, num_scales=10, num_zero=128
+            self,
+            num_seeds=2,
+            num_epochs=5,
+            num_train=2000,
+            num_test=300,
+            width=128,
+            num_scales=10,
+            num_zero=128,
         )
 
 
 def compute(
-    config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
+    config: Config,
+    *,
+    key: Array,
+    data: Dataset | None = None,
+    cache: CacheFolder = None,
+    progress: AnyMeter = None,
 ) -> xarray.Dataset:
     """Train, rewrite and measure; see `figures.Figure.compute`.
 
     Returns:
-        Test errors under noise, `input_error` [variants, seeds, input_scales] and `parameter_error` [variants, seeds,
-        parameter_scales]; without noise, `clean_error` [variants, seeds]; along training, `test_error` [seeds, epochs].
-        Over all seeds, the certificate of each variant on the test images, see `rewrites.Certificate`. The attribute
-        `null_space` holds dimension, rank, and the singular values on both sides of the (least clear) cut.
+        Test errors under noise, `input_error` [variants, seeds, input_scales] and `parameter_error`
+        [variants, seeds, parameter_scales]; without noise, `clean_error` [variants, seeds]; along
+        training, `test_error` [seeds, epochs]. Over all seeds, the certificate of each variant on
+        the test images, see `rewrites.Certificate`. The attribute `null_space` holds dimension,
+        rank, and the singular values on both sides of the (least clear) cut.
     """
-    return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
+    return run(
+        _computed, config, key=key, data=source(config, data), cache=cache, progress=progress
+    )
 
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
@@ -93,14 +113,20 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     all_images = np.concatenate([data.train_images, data.test_images])
     group = members.rewritten_group(trained.models, all_images[0])
     weights = moved_weights(config.model, trained.models, group, all_images[:1])
-    spaces = partial(null_spaces, config.model, trained.models, weights.path, all_images, config.num_seeds)
-    null_space = cache.get("null_space", partial(spaces, data.test_images if config.published_null else None))
+    spaces = partial(
+        null_spaces, config.model, trained.models, weights.path, all_images, config.num_seeds
+    )
+    null_space = cache.get(
+        "null_space", partial(spaces, data.test_images if config.published_null else None)
+    )
     moved, others = null_perturbed(weights, config.null_scale), config.rewrites(group)
     # The first variant is the reference of differences.
     variants = {"trained": others["trained"], "null-perturbed": moved}
     variants |= {name: others[name] for name in ("duplicated", "scaled", "nuisance")}
     variants |= {UNCLEAR: moved} if config.published_null else {}
-    input_scales, parameter_scales = (jnp.logspace(*ends, config.num_scales) for ends in ((-1, 1), (-4, 0)))
+    input_scales, parameter_scales = (
+        jnp.logspace(*ends, config.num_scales) for ends in ((-1, 1), (-4, 0))
+    )
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
     noise = jax.random.normal(input_key, images.shape, images.dtype)
     measures = {
@@ -109,7 +135,8 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
         "parameter": eqx.Partial(_parameter_curve, images, labels, parameter_scales),
     }
     rewrite_keys: dict[str, Any] = {
-        name: jax.random.split(jax.random.fold_in(rewrite_key, i), config.num_seeds) for i, name in enumerate(variants)
+        name: jax.random.split(jax.random.fold_in(rewrite_key, i), config.num_seeds)
+        for i, name in enumerate(variants)
     }
     for name, basis in (("null-perturbed", "basis"), (UNCLEAR, "published_basis")):
         if name in variants:
@@ -118,7 +145,12 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     noise_keys = jax.random.split(parameter_key, config.num_seeds)
     jobs = {
         f"{name}_{kind}": partial(
-            members.measure_members, rewrite, measure, trained.models, rewrite_keys[name], noise_keys
+            members.measure_members,
+            rewrite,
+            measure,
+            trained.models,
+            rewrite_keys[name],
+            noise_keys,
         )
         for name, rewrite in variants.items()
         for kind, measure in measures.items()
@@ -139,7 +171,9 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
         "parameter_scales": parameter_scales,
     }
     cut = {name: float(value) for name, value in null_space.items() if np.ndim(value) == 0}
-    dataset = trained.dataset(data, errors | members.certified(found, variants, trained.alive), coords)
+    dataset = trained.dataset(
+        data, errors | members.certified(found, variants, trained.alive), coords
+    )
     return dataset.assign_attrs(null_space=json.dumps(cut))
 
 
@@ -157,18 +191,25 @@ def draw(dataset: xarray.Dataset) -> Figure:
         plotting.differences(below, scales, errors, looks=looks)
         above.set(xscale="log", title=f"{title} noise")
         plotting.log_height(above)
-        below.set(xlabel="noise scale", xlim=(round(float(scales[0]), 6), round(float(scales[-1]), 6)))
+        below.set(
+            xlabel="noise scale", xlim=(round(float(scales[0]), 6), round(float(scales[-1]), 6))
+        )
     axes[0, 0].set_ylabel("test error")
     axes[1, 0].set_ylabel("added test error")
     plotting.letter(*axes.flat)
     handles = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=3, handlelength=3.0, columnspacing=1.2)
+    figure.legend(
+        *handles, loc="outside upper center", ncols=3, handlelength=3.0, columnspacing=1.2
+    )
     return figure
 
 
 def _noises(dataset: xarray.Dataset) -> list[tuple[str, np.ndarray, dict[str, np.ndarray]]]:
     kinds = ("input", "parameter")
-    return [(kind, dataset[f"{kind}_scales"].values, rows(dataset[f"{kind}_error"], "variants")) for kind in kinds]
+    return [
+        (kind, dataset[f"{kind}_scales"].values, rows(dataset[f"{kind}_error"], "variants"))
+        for kind in kinds
+    ]
 
 
 def caption(dataset: xarray.Dataset) -> str:
@@ -184,8 +225,10 @@ def caption(dataset: xarray.Dataset) -> str:
             most.append(f"{name} {mean[place]:+.2g}{where}")
         said.append(f"under {kind} noise, {', '.join(most)}")
     return (
-        "Test error of trained networks, and of rewrites that keep the function, under noise on inputs (a) and on "
-        "parameters (b), and the error that a rewrite adds to the same seed's trained network (c, d). "
+        "Test error of trained networks, and of rewrites that keep the function, under noise on "
+        "inputs (a) and on "
+        "parameters (b), and the error that a rewrite adds to the same seed's trained network "
+        "(c, d). "
         f"{plotting.drawn_as(*every)} The largest mean differences: {'; '.join(said)}. "
         f"Data: {headline(dataset)}."
     )
@@ -194,20 +237,37 @@ def caption(dataset: xarray.Dataset) -> str:
 def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per variant: errors (%) clean and at two noise scales, and changes of the function."""
     at = {"input": 0.37, "parameter": 0.01}
-    noisy = [dataset[f"{kind}_error"].sel({f"{kind}_scales": at[kind]}, method="nearest") for kind in at]
-    scales = [f"{kind}s +{float(errors[f'{kind}_scales']):.2g}" for kind, errors in zip(at, noisy, strict=True)]
+    noisy = [
+        dataset[f"{kind}_error"].sel({f"{kind}_scales": at[kind]}, method="nearest") for kind in at
+    ]
+    scales = [
+        f"{kind}s +{float(errors[f'{kind}_scales']):.2g}"
+        for kind, errors in zip(at, noisy, strict=True)
+    ]
     shown = [["variant", "clean", *scales, "largest change of a logit", "predictions changed"]]
     for name in dataset.variants.values:
         errors = [measured.sel(variants=name).values for measured in (dataset.clean_error, *noisy)]
-        cells = ["" if np.isnan(values).all() else cell(values, factor=100, unit=" %") for values in errors]
+        cells = [
+            "" if np.isnan(values).all() else cell(values, factor=100, unit=" %")
+            for values in errors
+        ]
         certificate = dataset.sel(variants=name)
-        changes = [f"{certificate.max_abs_change.item():.1e}", f"{certificate.changed_predictions.item():.0f}"]
+        changes = [
+            f"{certificate.max_abs_change.item():.1e}",
+            f"{certificate.changed_predictions.item():.0f}",
+        ]
         shown.append([name, *cells, *changes])
     return shown
 
 
 def _input_curve(
-    images: Array, labels: Array, scales: Array, noise: Array, model: Any, rewritten: Any, key: Array
+    images: Array,
+    labels: Array,
+    scales: Array,
+    noise: Array,
+    model: Any,
+    rewritten: Any,
+    key: Array,
 ) -> dict[str, Array]:
     return {"error": input_noise_error(rewritten, images, labels, scales, noise=noise)}
 

@@ -1,6 +1,7 @@
 """Figure `similarity`: between seeds and layers, under rewrites, through training, and by disagreement of functions.
 
-Measures of `similarity` compare the representations of test images in every layer of networks from several seeds.
+Measures of `similarity` compare the representations of test images in every layer of networks from
+several seeds.
 """
 
 import dataclasses
@@ -32,13 +33,19 @@ from dissociation.similarity._measures import MEASURES
 __all__ = ["Config", "compute", "draw", "of_seeds"]
 
 STEM = "similarity"
-SHOWS = "Similarity of representations between seeds and layers, under rewrites and through training."
+SHOWS = (
+    "Similarity of representations between seeds and layers, under rewrites and through training."
+)
 
-REPRESENTATIONAL = tuple(name for name in MEASURES if name not in ("disagreement", "jensen_shannon", "crossnobis_rsa"))
+REPRESENTATIONAL = tuple(
+    name for name in MEASURES if name not in ("disagreement", "jensen_shannon", "crossnobis_rsa")
+)
 """Measures of representations that do not need repeated measurements."""
 
 SIMILARITIES = tuple(
-    name for name in REPRESENTATIONAL if MEASURES[name].larger_is_closer and MEASURES[name].range[0] >= -1
+    name
+    for name in REPRESENTATIONAL
+    if MEASURES[name].larger_is_closer and MEASURES[name].range[0] >= -1
 )
 """Measures that are larger for closer representations, at most 1."""
 
@@ -78,7 +85,10 @@ class Config(members.Config):
         left = self.num_samples - -(-self.num_samples // self.num_blocks)
         layer = max(self.width, MAPS[self.model])
         rewritten = max(round(self.width * self.duplicate_multiplier), self.width + self.num_zero)
-        for name, widest, samples in (("measures", layer, left), ("rewrite_measures", rewritten, self.num_samples)):
+        for name, widest, samples in (
+            ("measures", layer, left),
+            ("rewrite_measures", rewritten, self.num_samples),
+        ):
             for measure in getattr(self, name):
                 if MEASURES[measure].narrow and widest >= samples - 1:
                     advice = "Raise `num_samples`, lower `width`, or leave the measure out"
@@ -100,49 +110,75 @@ class Snapshots(eqx.Module):
 
     def __call__(self, model: Any, step: Array, key: Array) -> dict[str, Array]:
         """Return `HeldOutPerformance`'s numbers and `features`, [n, width]."""
-        return {**self.held_out(model, step, key), "features": representations(model, self.images)["features"]}
+        return {
+            **self.held_out(model, step, key),
+            "features": representations(model, self.images)["features"],
+        }
 
 
 def compute(
-    config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
+    config: Config,
+    *,
+    key: Array,
+    data: Dataset | None = None,
+    cache: CacheFolder = None,
+    progress: AnyMeter = None,
 ) -> xarray.Dataset:
     """Train, represent and compare; see `figures.Figure.compute`.
 
     Returns:
-        Items are a layer of a seed each, with coordinates `layer` and `seed`. By measure and pair of items: `matrix`,
-        the values; `estimate`, the same without their bias; `low` and `high`, 90 % intervals about the estimates;
-        `baseline`, the values by chance. Last hidden layer: `through` [measures, epochs, seeds, other_seeds], and its
-        `course`, the mean over pairs with the ends of its 90 % interval; `rewritten` [rewrite_measures, rewrites,
-        seeds], the values of a network and its rewrites, `chance`, those with samples in another order, and
-        `calibrated`, means over seeds, 0 for chance and 1 for a measure that does not move. Between seeds,
-        `disagreement`, the share of samples of different predicted classes, and `jensen_shannon`, the divergence of
-        predictions. `points` [items, dimensions], all representations in a plane by angular distance, and Kruskal's
-        stress-1, `stress`. Along training, `test_error`. Numbers of diverged seeds are NaN.
+        Items are a layer of a seed each, with coordinates `layer` and `seed`. By measure and pair
+        of items: `matrix`, the values; `estimate`, the same without their bias; `low` and `high`,
+        90 % intervals about the estimates; `baseline`, the values by chance. Last hidden layer:
+        `through` [measures, epochs, seeds, other_seeds], and its `course`, the mean over pairs with
+        the ends of its 90 % interval; `rewritten` [rewrite_measures, rewrites, seeds], the values
+        of a network and its rewrites, `chance`, those with samples in another order, and
+        `calibrated`, means over seeds, 0 for chance and 1 for a measure that does not move. Between
+        seeds, `disagreement`, the share of samples of different predicted classes, and
+        `jensen_shannon`, the divergence of predictions. `points` [items, dimensions], all
+        representations in a plane by angular distance, and Kruskal's stress-1, `stress`. Along
+        training, `test_error`. Numbers of diverged seeds are NaN.
     """
-    return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
+    return run(
+        _computed, config, key=key, data=source(config, data), cache=cache, progress=progress
+    )
 
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
     train_key, rewrite_key, order_key, start_key = jax.random.split(key, 4)
     images = jnp.asarray(data.test_images[: config.num_samples])
-    observe = Snapshots(HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels)), images)
+    observe = Snapshots(
+        HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels)), images
+    )
     trained = config.train(train_key, data, cache, observe)
     keys = jax.random.split(rewrite_key, (len(REWRITES), config.num_seeds))
     layers = member_representations(trained.models, images)
     group = members.rewritten_group(trained.models, images[0])
-    variants = config.rewrites(group) | {"permuted": lambda model, key: permute(group, key=key)(model)}
+    variants = config.rewrites(group) | {
+        "permuted": lambda model, key: permute(group, key=key)(model)
+    }
     rewritten = {
-        name: members.measure_members(variants[name], eqx.Partial(members.represent, images), trained.models, own, own)
+        name: members.measure_members(
+            variants[name], eqx.Partial(members.represent, images), trained.models, own, own
+        )
         for name, own in zip(REWRITES, keys, strict=True)
     }
     features, observed = layers["features"], trained.observed["features"]
     jobs = {
-        **{f"pairs_{name}": partial(_pairs, config, name, layers, order_key) for name in config.measures},
         **{
-            f"rewrites_{name}": partial(_of_rewrites, name, features, rewritten, order_key, trained.alive)
+            f"pairs_{name}": partial(_pairs, config, name, layers, order_key)
+            for name in config.measures
+        },
+        **{
+            f"rewrites_{name}": partial(
+                _of_rewrites, name, features, rewritten, order_key, trained.alive
+            )
             for name in config.rewrite_measures
         },
-        **{f"training_{name}": partial(_through, name, observed, trained.alive) for name in config.measures},
+        **{
+            f"training_{name}": partial(_through, name, observed, trained.alive)
+            for name in config.measures
+        },
         "plane_angular_distance": partial(_plane, "angular_distance", layers, start_key),
     }
     found = cache.get_all(jobs, "comparing")
@@ -167,7 +203,10 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
         "stress": ((), float(plane["stress"])),
     }
     count = config.num_seeds
-    items = {"layer": np.repeat(list(layers), count), "seed": np.tile(np.arange(count), len(layers))}
+    items = {
+        "layer": np.repeat(list(layers), count),
+        "seed": np.tile(np.arange(count), len(layers)),
+    }
     coords = {
         **{name: ("items", values) for name, values in items.items()},
         **{f"other_{name}": ("other_items", values) for name, values in items.items()},
@@ -200,7 +239,9 @@ def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> d
 def _of_rewrites(
     name: str, trained: Array, rewritten: dict[str, Array], key: Array, alive: np.ndarray
 ) -> dict[str, Any]:
-    found = similarity.compare({"trained": trained}, rewritten, name, members=True, key=key, progress=None)
+    found = similarity.compare(
+        {"trained": trained}, rewritten, name, members=True, key=key, progress=None
+    )
     count = len(alive)
     table, null = (
         np.diagonal(np.asarray(values).reshape(count, -1, count), axis1=0, axis2=2)
@@ -214,19 +255,30 @@ def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, An
     known = np.flatnonzero(alive)
     features = stand_ins(features, alive)
     tables = [
-        np.asarray(similarity.pairwise(features[:, step], name, members=True, baseline=False, progress=None).values)
+        np.asarray(
+            similarity.pairwise(
+                features[:, step], name, members=True, baseline=False, progress=None
+            ).values
+        )
         for step in range(features.shape[1])
     ]
     course = np.full((3, len(tables)), np.nan)
     if len(known) > 2:  # two networks have no interval
         bounds = MEASURES[name].range
-        found = [similarity.member_interval(table[np.ix_(known, known)], bounds=bounds) for table in tables]
-        course = np.array([[float(end) for end in (one.mean, one.low, one.high)] for one in found]).T
+        found = [
+            similarity.member_interval(table[np.ix_(known, known)], bounds=bounds)
+            for table in tables
+        ]
+        course = np.array(
+            [[float(end) for end in (one.mean, one.low, one.high)] for one in found]
+        ).T
     return {"through": np.stack(tables), "course": course}
 
 
 def _plane(name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
-    distances = similarity.pairwise(layers, name, baseline=False, positions="neurons", progress=None).values
+    distances = similarity.pairwise(
+        layers, name, baseline=False, positions="neurons", progress=None
+    ).values
     found = similarity.smacof(np.maximum(np.asarray(distances), 0.0), key=key)
     return {"points": found.points, "stress": found.relative_stress}
 
@@ -236,12 +288,18 @@ def caption(dataset: xarray.Dataset) -> str:
     config = config_of(dataset)
     pairs = f"{config.num_seeds * (config.num_seeds - 1) // 2} pairs of seeds"
     return (
-        f"Similarity of the representations of {config.num_samples} test images. (a) Values of all pairs of "
-        f"{config.num_seeds} seeds and their layers. (b) A network and its rewrites with the same function, last "
-        f"hidden layer, means over {config.num_seeds} seeds. (c) During training, means over {pairs} with 90 % "
-        f"intervals over the seeds. (d) The same {pairs} after training, by the share of images that they classify "
-        "differently: estimates (values without their bias), with 90 % intervals over blocks of images; dotted, values "
-        f"by chance. (e) All representations in a plane by angular_distance, stress {dataset.stress.item():.2f}. "
+        f"Similarity of the representations of {config.num_samples} test images. (a) Values of "
+        "all pairs of "
+        f"{config.num_seeds} seeds and their layers. (b) A network and its rewrites with the "
+        "same function, last "
+        f"hidden layer, means over {config.num_seeds} seeds. (c) During training, means over "
+        f"{pairs} with 90 % "
+        f"intervals over the seeds. (d) The same {pairs} after training, by the share of images "
+        "that they classify "
+        "differently: estimates (values without their bias), with 90 % intervals over blocks of "
+        "images; dotted, values "
+        "by chance. (e) All representations in a plane by angular_distance, stress "
+        f"{dataset.stress.item():.2f}. "
         f"Data: {headline(dataset)}."
     )
 
@@ -263,6 +321,8 @@ def table(dataset: xarray.Dataset) -> list[list[str]]:
             cells = [cell(of_seeds(matrix, layer), 3) for layer in layers]
             cells.append(cell(of_seeds(baseline, layers[0]), 3))
         if name in dataset.rewrite_measures:
-            moved = [cell(values, 3) for values in dataset.rewritten.sel(rewrite_measures=name).values]
+            moved = [
+                cell(values, 3) for values in dataset.rewritten.sel(rewrite_measures=name).values
+            ]
         shown.append([name, *cells, *moved])
     return shown

@@ -1,8 +1,9 @@
 """Figure `transfer`: linear probes on the representations of networks of one function.
 
-Softmax probes learn quarter turns or coarser classes from the last hidden layer of networks, trained on digits and
-rewritten. A converged probe measures the content of a representation, and a fixed number of gradient steps learning in
-limited time, at a rate by its curvature, or at the largest one that is stable for all networks of a seed.
+Softmax probes learn quarter turns or coarser classes from the last hidden layer of networks,
+trained on digits and rewritten. A converged probe measures the content of a representation, and a
+fixed number of gradient steps learning in limited time, at a rate by its curvature, or at the
+largest one that is stable for all networks of a seed.
 """
 
 import dataclasses
@@ -40,7 +41,11 @@ SHOWS = "Transfer error of function-preserving rewrites against the sample budge
 TASKS = {"rotation": "quarter turns", "coarse": "least prime factor"}
 """Titles of the probes' tasks in figure, caption and table."""
 
-PROBES = {"converged": "converged probe", "gradient": "{} gradient steps", "one_rate": "{} steps, one rate"}
+PROBES = {
+    "converged": "converged probe",
+    "gradient": "{} gradient steps",
+    "one_rate": "{} steps, one rate",
+}
 """Titles of the learners in the figure."""
 
 
@@ -75,9 +80,16 @@ class Config(members.Config):
         """Raise if there are too few test images for quarter turns, or for folds of the smallest budget."""
         count = len(data.test_images)
         if count < NUM_QUARTERS:
-            fail("num_test", f"be at least {NUM_QUARTERS}: a quarter of the images is turned each way", count)
+            fail(
+                "num_test",
+                f"be at least {NUM_QUARTERS}: a quarter of the images is turned each way",
+                count,
+            )
         if count // self.num_budgets < self.num_splits:
-            wanted = f"leave each of the `num_splits` folds ({self.num_splits}) a sample of the smallest budget"
+            wanted = (
+                f"leave each of the `num_splits` folds ({self.num_splits}) a sample of the "
+                "smallest budget"
+            )
             fail("num_budgets", wanted, f"{self.num_budgets} budgets of {count} test images")
 
     def fractions(self) -> tuple[float, ...]:
@@ -93,16 +105,24 @@ class Config(members.Config):
 
 
 def compute(
-    config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
+    config: Config,
+    *,
+    key: Array,
+    data: Dataset | None = None,
+    cache: CacheFolder = None,
+    progress: AnyMeter = None,
 ) -> xarray.Dataset:
     """Train, rewrite and probe; see `figures.Figure.compute`.
 
     Returns:
-        `transfer_error` [tasks, probes, variants, seeds, budgets], 1 - accuracy on held-out folds; `clean_error`
-        [variants, seeds], test error on the digits themselves; along training, `test_error` [seeds, epochs]. Over all
-        seeds, the certificate of each variant on the test images, see `rewrites.Certificate`.
+        `transfer_error` [tasks, probes, variants, seeds, budgets], 1 - accuracy on held-out folds;
+        `clean_error` [variants, seeds], test error on the digits themselves; along training,
+        `test_error` [seeds, epochs]. Over all seeds, the certificate of each variant on the test
+        images, see `rewrites.Certificate`.
     """
-    return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
+    return run(
+        _computed, config, key=key, data=source(config, data), cache=cache, progress=progress
+    )
 
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
@@ -117,20 +137,27 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     variants = config.rewrites(members.rewritten_group(trained.models, data.test_images[0]))
     certify = eqx.Partial(members.certify_members, images, labels)
     jobs = {
-        f"{name}_certificate": partial(members.measure_members, rewrite, certify, trained.models, keys, keys)
+        f"{name}_certificate": partial(
+            members.measure_members, rewrite, certify, trained.models, keys, keys
+        )
         for name, rewrite in variants.items()
     }
     jobs |= {
-        f"{name}_{task}_{probe}": partial(_curves, config, probe, tasks[task], variants, name, trained.models, keys)
+        f"{name}_{task}_{probe}": partial(
+            _curves, config, probe, tasks[task], variants, name, trained.models, keys
+        )
         for task in TASKS
         for probe in config.probes
         for name in variants
     }
     found = cache.get_all(jobs, "probing")
     errors = [
-        [[found[f"{name}_{task}_{probe}"]["error"] for name in variants] for probe in config.probes] for task in TASKS
+        [[found[f"{name}_{task}_{probe}"]["error"] for name in variants] for probe in config.probes]
+        for task in TASKS
     ]
-    variables = {"transfer_error": (("tasks", "probes", "variants", "seeds", "budgets"), np.array(errors))}
+    variables = {
+        "transfer_error": (("tasks", "probes", "variants", "seeds", "budgets"), np.array(errors))
+    }
     budgets = (np.array(config.fractions()) * len(images) + 1e-6).astype(int)
     coords = {
         "tasks": list(TASKS),
@@ -138,7 +165,9 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
         "variants": list(variants),
         "budgets": ("budgets", budgets, {"units": "samples"}),
     }
-    return trained.dataset(data, variables | members.certified(found, variants, trained.alive), coords)
+    return trained.dataset(
+        data, variables | members.certified(found, variants, trained.alive), coords
+    )
 
 
 @drawing
@@ -148,7 +177,9 @@ def draw(dataset: xarray.Dataset) -> Figure:
     first, last = budgets[-1] / 10, budgets[-1]
     ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= budgets[0]]
     probes, looks = dataset.probes.values, plotting.looks(dataset.variants.values)
-    figure, axes = plt.subplots(2 * len(TASKS), len(probes), figsize=(1.62 * len(probes), 4.6), squeeze=False)
+    figure, axes = plt.subplots(
+        2 * len(TASKS), len(probes), figsize=(1.62 * len(probes), 4.6), squeeze=False
+    )
     for (task, title), pair in zip(TASKS.items(), (axes[:2], axes[2:]), strict=True):
         for above, below, probe in zip(*pair, probes, strict=True):
             curves = rows(dataset.transfer_error.sel(tasks=task, probes=probe), "variants")
@@ -168,20 +199,27 @@ def draw(dataset: xarray.Dataset) -> Figure:
         panel.set_xlabel("sample budget")
     plotting.letter(*axes.flat)
     handles = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=4, columnspacing=1.2, handlelength=3.0)
+    figure.legend(
+        *handles, loc="outside upper center", ncols=4, columnspacing=1.2, handlelength=3.0
+    )
     return figure
 
 
 def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     count = len(dataset.probes)
-    a, c, e, g = (", ".join("abcdefghijkl"[first : first + count]) for first in range(0, 4 * count, count))
+    a, c, e, g = (
+        ", ".join("abcdefghijkl"[first : first + count]) for first in range(0, 4 * count, count)
+    )
     errors = dataset.transfer_error
     curves = errors.values.reshape(-1, *errors.shape[-2:])
     return (
-        "Error of linear probes on the last hidden layer of trained networks, and of rewrites that keep the "
-        f"function, by the number of test images (up to {dataset.budgets.values[-1]}) from which the probes learn: "
-        f"{TASKS['rotation']} ({a}) and {TASKS['coarse']} ({e}). Below ({c}, {g}), the error that a rewrite adds to "
+        "Error of linear probes on the last hidden layer of trained networks, and of rewrites "
+        "that keep the "
+        f"function, by the number of test images (up to {dataset.budgets.values[-1]}) from which "
+        "the probes learn: "
+        f"{TASKS['rotation']} ({a}) and {TASKS['coarse']} ({e}). Below ({c}, {g}), the error "
+        "that a rewrite adds to "
         f"the same seed's trained network. {plotting.drawn_as(*curves)} Data: {headline(dataset)}."
     )
 
@@ -189,11 +227,18 @@ def caption(dataset: xarray.Dataset) -> str:
 def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per variant: transfer errors (%) with all samples, and function changes."""
     names = [(task, probe) for task in TASKS for probe in dataset.probes.values]
-    header = ["variant", *(f"{TASKS[task]}, {probe}" for task, probe in names), "largest change of a logit", "flips"]
+    header = [
+        "variant",
+        *(f"{TASKS[task]}, {probe}" for task, probe in names),
+        "largest change of a logit",
+        "flips",
+    ]
     shown = [header]
     for name in dataset.variants.values:
         one = dataset.sel(variants=name)
-        errors = [one.transfer_error.sel(tasks=task, probes=probe).values[:, -1] for task, probe in names]
+        errors = [
+            one.transfer_error.sel(tasks=task, probes=probe).values[:, -1] for task, probe in names
+        ]
         changes = [f"{one.max_abs_change.item():.1e}", f"{one.changed_predictions.item():.0f}"]
         shown.append([name, *(cell(error, factor=100, unit=" %") for error in errors), *changes])
     return shown
@@ -210,11 +255,15 @@ def _curves(
 ) -> dict[str, Array]:
     """Return the probe's errors on each member's rewritten features, [members, budgets]."""
     images, labels = task
-    features = members.measure_members(variants[name], eqx.Partial(members.represent, images), models, keys, keys)
+    features = members.measure_members(
+        variants[name], eqx.Partial(members.represent, images), models, keys, keys
+    )
     steps = None
     if probe == "one_rate":
         step = eqx.Partial(_stable_step, images)
-        largest = [members.measure_members(one, step, models, keys, keys) for one in variants.values()]
+        largest = [
+            members.measure_members(one, step, models, keys, keys) for one in variants.values()
+        ]
         steps = jnp.min(jnp.stack(largest), 0)
     # In a separate program, which variants of one width share, because it compiles slowly.
     measure = eqx.Partial(_errors, config, probe, labels)
@@ -230,7 +279,12 @@ def _as_it_is(given: Any, key: Array) -> Any:
 
 
 def _errors(
-    config: Config, probe: str, labels: Array, given: tuple[Array, Array | None], same: Any, key: Array
+    config: Config,
+    probe: str,
+    labels: Array,
+    given: tuple[Array, Array | None],
+    same: Any,
+    key: Array,
 ) -> dict[str, Array]:
     features, step = given
     # As published: rows in the order of the test set, contiguous folds.

@@ -41,6 +41,13 @@ if TYPE_CHECKING:
     )
     from dissociation.linear._planting import Planted, plant, plant_rsm
     from dissociation.linear._plurality import Plurality, plurality
-    from dissociation.linear._tasks import Task, complete_tree, hierarchy_task, make_task, random_task, teacher_task
+    from dissociation.linear._tasks import (
+        Task,
+        complete_tree,
+        hierarchy_task,
+        make_task,
+        random_task,
+        teacher_task,
+    )
 else:
     __getattr__, __dir__ = attach(__name__)

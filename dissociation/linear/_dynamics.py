@@ -58,20 +58,25 @@ def balanced_network(task: Task, hidden: int, scale: Scalar, *, key: PRNGKey) ->
     sizes = hidden, task.x.shape[1], task.y.shape[1]
     rank, keys = min(sizes), jax.random.split(key, 4)
     frame, inputs, outputs = (
-        polar(jax.random.normal(k, (size, rank), task.x.dtype)) for k, size in zip(keys[:3], sizes, strict=True)
+        polar(jax.random.normal(k, (size, rank), task.x.dtype))
+        for k, size in zip(keys[:3], sizes, strict=True)
     )
     values = scale * jax.random.uniform(keys[3], (rank,), task.x.dtype).at[0].set(1.0)
-    return LinearNetwork((product(frame * values[None], inputs.T), product(outputs * values[None], frame.T)))
+    return LinearNetwork(
+        (product(frame * values[None], inputs.T), product(outputs * values[None], frame.T))
+    )
 
 
 @validated(finite=("times",))
-def gradient_flow(task: Task, network: LinearNetwork, times: Float[Array | np.ndarray, " times"]) -> Flow:
+def gradient_flow(
+    task: Task, network: LinearNetwork, times: Float[Array | np.ndarray, " times"]
+) -> Flow:
     """Return the exact gradient flow on the loss of a task with white inputs, from a balanced network.
 
-    dW/dt = -dL/dW with L = sum |G x - y|^2 / (2 samples), X X^T / samples = k I, and W1 W1^T = W2^T W2 at the start.
-    With the stacked weights Q = [W1^T; W2], F = [[0, Syx^T], [Syx, 0]], and P = Q Q^T, the flow is
-    P(t) = e^(F t) P(0) (I + k J(t) P(0))^-1 e^(F t), J(t) = int_0^t e^(2 F s) ds. Weights follow up to a rotation
-    of hidden units, the same for both layers.
+    dW/dt = -dL/dW with L = sum |G x - y|^2 / (2 samples), X X^T / samples = k I, and W1 W1^T = W2^T
+    W2 at the start. With the stacked weights Q = [W1^T; W2], F = [[0, Syx^T], [Syx, 0]], and P = Q
+    Q^T, the flow is P(t) = e^(F t) P(0) (I + k J(t) P(0))^-1 e^(F t), J(t) = int_0^t e^(2 F s) ds.
+    Weights follow up to a rotation of hidden units, the same for both layers.
 
     Args:
         task: Task whose inputs are white: X X^T proportional to the identity.
@@ -79,15 +84,15 @@ def gradient_flow(task: Task, network: LinearNetwork, times: Float[Array | np.nd
         times: Increasing times from 0 on; a step of gradient descent with rate h lasts h.
 
     Raises:
-        ValueError: If inputs are not white, the network is not balanced, times do not increase, or they are too late.
-            Under `jit` and `vmap` the flow is NaN for such inputs and networks.
+        ValueError: If inputs are not white, the network is not balanced, times do not increase, or
+            they are too late. Under `jit` and `vmap` the flow is NaN for such inputs and networks.
         TypeError: If the times are traced, because they set the number of intervals.
 
     References:
-        Saxe, McClelland and Ganguli (2014), Exact solutions to the nonlinear dynamics of learning in deep linear neural
-        networks, for starts aligned with the task. Fukumizu (1998), Effect of batch learning in multilayer neural
-        networks, and Braun et al. (2022), Exact learning dynamics of deep linear networks with prior knowledge, for
-        all balanced starts.
+        Saxe, McClelland and Ganguli (2014), Exact solutions to the nonlinear dynamics of learning
+        in deep linear neural networks, for starts aligned with the task. Fukumizu (1998), Effect of
+        batch learning in multilayer neural networks, and Braun et al. (2022), Exact learning
+        dynamics of deep linear networks with prior knowledge, for all balanced starts.
     """
     check_network(task, network)
     check_known("they set the number of intervals", times=times)
@@ -96,11 +101,16 @@ def gradient_flow(task: Task, network: LinearNetwork, times: Float[Array | np.nd
         fail("times", "increase from 0 on", times)
     # In NumPy, because each operation on known arrays would compile a program.
     spectra = task.map_values, task.input_values
-    spectra = jax.tree.map(lambda values: values if is_traced(values) else np.asarray(values), spectra)
+    spectra = jax.tree.map(
+        lambda values: values if is_traced(values) else np.asarray(values), spectra
+    )
     white = _is_white(task, spectra[1])
     balanced = _is_balanced(network)
     if not is_traced(white) and not white:
-        got = f"rank {len(task.input_values)} of {task.x.shape[1]}, singular values {task.input_values}"
+        got = (
+            f"rank {len(task.input_values)} of {task.x.shape[1]}, singular values "
+            f"{task.input_values}"
+        )
         fail("task", "have white inputs, X X^T proportional to the identity", got)
     if not is_traced(balanced) and not balanced:
         fail("network", "be balanced, W1 W1^T = W2^T W2", "another start")
@@ -114,7 +124,12 @@ def gradient_flow(task: Task, network: LinearNetwork, times: Float[Array | np.nd
     elif most > limit:
         latest = f"{longest * limit / float(most):.3g} in each of {len(steps)} intervals"
         advice = "Modes with a rate have long converged; others decay as 1 / time"
-        fail("times", f"rise by at most {latest}, {limit} steps of the largest rate", f"{longest:.3g}", advice)
+        fail(
+            "times",
+            f"rise by at most {latest}, {limit} steps of the largest rate",
+            f"{longest:.3g}",
+            advice,
+        )
     elif any(map(is_traced, network.weights)):
         divisions = int(most)  # derivatives of a loop need its length
     else:
@@ -130,7 +145,9 @@ def _growth(task: Task, map_values: Any, input_values: Any) -> Any:
 def _is_white(task: Task, input_values: Any) -> Any:
     """Return True if the inputs' singular values are equal and none is missing."""
     cut = float(jnp.finfo(task.x.dtype).eps) ** 0.7
-    return (input_values.max() / input_values.min() - 1 <= cut) & (len(input_values) == task.x.shape[1])
+    return (input_values.max() / input_values.min() - 1 <= cut) & (
+        len(input_values) == task.x.shape[1]
+    )
 
 
 @eqx.filter_jit
@@ -164,12 +181,16 @@ def _flow(task: Task, network: LinearNetwork, steps: Array, divisions: int | Arr
         grown = spread(step, weights, jnp.exp)
         # J(t) = t phi(2 F t) with phi(z) = (e^z - 1) / z.
         summed = spread(step, weights, lambda z: _phi(2 * z))
-        inner = jnp.eye(weights.shape[1], dtype=weights.dtype) + white * step * product(weights.T, summed)
+        inner = jnp.eye(weights.shape[1], dtype=weights.dtype) + white * step * product(
+            weights.T, summed
+        )
         factor = jnp.linalg.cholesky(0.5 * (inner + inner.T))
         return jax.scipy.linalg.solve_triangular(factor, grown.T, lower=True).T
 
     def to_time(weights: Array, step: Array) -> tuple[Array, Array]:
-        weights = lax.fori_loop(0, divisions, lambda _, weights: advance(step / divisions, weights), weights)
+        weights = lax.fori_loop(
+            0, divisions, lambda _, weights: advance(step / divisions, weights), weights
+        )
         return weights, product(weights, weights.T)
 
     _, grams = lax.scan(to_time, stacked, steps)

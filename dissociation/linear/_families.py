@@ -40,11 +40,15 @@ class LinearNetwork(eqx.Module):
     def map(self) -> Float[Array, "outputs inputs"]:
         """Return the matrix of the whole network."""
         shapes = [weight.shape for weight in self.weights]
-        if not shapes or any(one[-2] != following[-1] for one, following in itertools.pairwise(shapes)):
+        if not shapes or any(
+            one[-2] != following[-1] for one, following in itertools.pairwise(shapes)
+        ):
             fail("weights", "be [outputs, inputs] of layers that follow each other", shapes)
         return reduce(lambda first, weight: product(weight, first), self.weights)
 
-    def hidden(self, x: Float[Array | np.ndarray, "samples inputs"]) -> Float[Array, "samples hidden"]:
+    def hidden(
+        self, x: Float[Array | np.ndarray, "samples inputs"]
+    ) -> Float[Array, "samples hidden"]:
         """Return the activity of the first hidden layer."""
         if x.shape[-1] != self.weights[0].shape[-1]:
             fail("x", f"have {self.weights[0].shape[-1]} columns, the network's inputs", x.shape)
@@ -55,9 +59,10 @@ class Residual(NamedTuple):
     """Distance of a network from a family's conditions; both are zero for its members.
 
     Attributes:
-        map: |W2 W1 P - W*| / |W*|. P projects on the inputs' span in GLS and MRNS, and is the identity in LSS and MWNS.
-        norm: Excess of the norm over its minimum, divided by it. Zero in GLS and LSS. It may be negative for networks
-            that do not solve the task.
+        map: |W2 W1 P - W*| / |W*|. P projects on the inputs' span in GLS and MRNS, and is the
+            identity in LSS and MWNS.
+        norm: Excess of the norm over its minimum, divided by it. Zero in GLS and LSS. It may be
+            negative for networks that do not solve the task.
     """
 
     map: Float[Array, ""]
@@ -71,7 +76,8 @@ class Family(eqx.Module):
 
     - GLS, general linear solutions: W2 W1 X = Yh.
     - LSS, least-squares solutions: W2 W1 = W*.
-    - MRNS, minimum-representation-norm solutions: the GLS with the least |W1 X|^2 + |W2|^2 = 2 nuc(Yh).
+    - MRNS, minimum-representation-norm solutions: the GLS with the least |W1 X|^2 + |W2|^2 = 2
+    nuc(Yh).
     - MWNS, minimum-weight-norm solutions: the GLS with the least |W1|^2 + |W2|^2 = 2 nuc(W*).
 
     MWNS are LSS, and all are GLS.
@@ -86,17 +92,21 @@ class Family(eqx.Module):
         check_choice("name", self.name, ("GLS", "LSS", *MINIMAL))
 
     @validated
-    def sample(self, task: Task, hidden: int, *, spread: Scalar = 1.0, key: PRNGKey) -> LinearNetwork:
+    def sample(
+        self, task: Task, hidden: int, *, spread: Scalar = 1.0, key: PRNGKey
+    ) -> LinearNetwork:
         """Return a random network.
 
-        The frame R of MRNS and MWNS is uniform, and the weights of MRNS on unseen inputs are Gaussian. GLS and LSS
-        have Gaussian parameters, which reach every solution up to a set of measure zero.
+        The frame R of MRNS and MWNS is uniform, and the weights of MRNS on unseen inputs are
+        Gaussian. GLS and LSS have Gaussian parameters, which reach every solution up to a set of
+        measure zero.
 
         Args:
             task: Task.
             hidden: Hidden units, at least `task.rank`.
-            spread: Size of all other free parts relative to the task's own, 0 to 3. Rounding grows with it: in float32
-                the largest residual of 500 GLS of rank 8 with 16 units was 2e-6 at 1, 4e-5 at 2 and 4e-3 at 3.
+            spread: Size of all other free parts relative to the task's own, 0 to 3. Rounding grows
+                with it: in float32 the largest residual of 500 GLS of rank 8 with 16 units was 2e-6
+                at 1, 4e-5 at 2 and 4e-3 at 3.
             key: Random key.
         """
         check_hidden(task, hidden)
@@ -105,18 +115,26 @@ class Family(eqx.Module):
 
     @validated
     def walk(
-        self, task: Task, hidden: int, num_steps: int, *, rate: Scalar = 0.05, spread: Scalar = 1.0, key: PRNGKey
+        self,
+        task: Task,
+        hidden: int,
+        num_steps: int,
+        *,
+        rate: Scalar = 0.05,
+        spread: Scalar = 1.0,
+        key: PRNGKey,
     ) -> LinearNetwork:
         """Return a stationary random walk within the family, weights [steps, ...].
 
-        Every free parameter g moves to (1 - rate) g + sqrt(1 - (1 - rate)^2) xi, from a draw of `sample`. In MRNS
-        and MWNS only the frame R moves; weights of MRNS on unseen inputs stay.
+        Every free parameter g moves to (1 - rate) g + sqrt(1 - (1 - rate)^2) xi, from a draw of
+        `sample`. In MRNS and MWNS only the frame R moves; weights of MRNS on unseen inputs stay.
 
         Args:
             task: Task.
             hidden: Hidden units, at least `task.rank`.
             num_steps: Networks, the first included.
-            rate: Fraction by which a parameter decays in a step, from 0 to 1. At 1 moving parameters are independent.
+            rate: Fraction by which a parameter decays in a step, from 0 to 1. At 1 moving
+                parameters are independent.
             spread: As in `sample`. It and `rate` are not checked if traced.
             key: Random key.
         """
@@ -124,7 +142,9 @@ class Family(eqx.Module):
         check_count("num_steps", num_steps, minimum=1)
         _check_part("rate", rate, 1)
         _check_part("spread", spread, 3)
-        rate, spread = (jnp.asarray(value, task.x.dtype) for value in (rate, spread))  # floats would be static
+        rate, spread = (
+            jnp.asarray(value, task.x.dtype) for value in (rate, spread)
+        )  # floats would be static
         return _walk(self.name, task, hidden, num_steps, rate, spread, key)
 
     @validated
@@ -140,19 +160,25 @@ class Family(eqx.Module):
             measured = product(task.x, first.T) if self.name == "MRNS" else first
             values, _, _ = _factors(self.name, task)
             excess = (jnp.sum(measured**2) + jnp.sum(second**2)) / (2 * jnp.sum(values)) - 1
-        return Residual(jnp.linalg.norm(found - task.best_map) / jnp.linalg.norm(task.map_values), excess)
+        return Residual(
+            jnp.linalg.norm(found - task.best_map) / jnp.linalg.norm(task.map_values), excess
+        )
 
     @validated
     @eqx.filter_jit
     def project(self, task: Task, network: LinearNetwork) -> LinearNetwork:
         """Return the nearest network of MRNS or MWNS; of GLS or LSS, the nearest one with the same first layer.
 
-        Distances are Euclidean over all weights. In GLS and LSS weights are NaN if the first layer does not carry the
-        inputs that the task needs, up to rounding.
+        Distances are Euclidean over all weights. In GLS and LSS weights are NaN if the first layer
+        does not carry the inputs that the task needs, up to rounding.
         """
         hidden = check_network(task, network)
         if hidden < task.rank:
-            fail("network", f"have at least {task.rank} hidden units, the rank of the best map", hidden)
+            fail(
+                "network",
+                f"have at least {task.rank} hidden units, the rank of the best map",
+                hidden,
+            )
         first, second = network.weights
         if self.name in MINIMAL:
             values, read, write = _factors(self.name, task)
@@ -161,7 +187,9 @@ class Family(eqx.Module):
             unseen = product(first, task.unseen) if self.name == "MRNS" else None
             return _frame_network(task, frame, self.name, unseen)
         # Bases in place of projectors: unseen directions are cut exactly.
-        basis = task.input_basis if self.name == "GLS" else jnp.eye(first.shape[1], dtype=first.dtype)
+        basis = (
+            task.input_basis if self.name == "GLS" else jnp.eye(first.shape[1], dtype=first.dtype)
+        )
         read = product(first, basis)
         # What is read does not depend on the sizes of neurons; changes of weights do.
         sizes = scale_of(jnp.max(jnp.abs(read), 1, keepdims=True))
@@ -171,7 +199,9 @@ class Family(eqx.Module):
         needed = product(basis.T, task.map_right)
         carried = product(jnp.where(kept[:, None], right, 0.0), needed)
         least = jnp.min(values, where=kept, initial=jnp.inf)
-        slack = jnp.minimum(16 * eps * jnp.maximum(1.0, norm / least), eps**0.5)  # rounding of `right`
+        slack = jnp.minimum(
+            16 * eps * jnp.maximum(1.0, norm / least), eps**0.5
+        )  # rounding of `right`
         missing = jnp.linalg.norm(needed - product(right.T, carried)) > slack
         wrong = product(task.best_map - network.map, basis)
         along = jnp.where(kept[None], product(read, right.T), 0.0)
@@ -186,11 +216,17 @@ class Family(eqx.Module):
         """Return the matrix H^T H of all networks of MRNS or MWNS, products of hidden activities.
 
         Raises:
-            ValueError: If the family is GLS or LSS, in which the matrix is not unique, or `task` is a stack of tasks.
+            ValueError: If the family is GLS or LSS, in which the matrix is not unique, or `task` is
+                a stack of tasks.
         """
         check_single(task)
         if self.name not in MINIMAL:
-            fail("the family", f"be one of {', '.join(MINIMAL)}", self.name, "Other families have no unique matrix")
+            fail(
+                "the family",
+                f"be one of {', '.join(MINIMAL)}",
+                self.name,
+                "Other families have no unique matrix",
+            )
         if self.name == "MRNS":
             half = task.target_right * jnp.sqrt(task.target_values)[None]
         else:
@@ -219,7 +255,12 @@ def _check_part(name: str, value: Scalar, most: int) -> None:
 def check_single(task: Task) -> None:
     """Raise if a task is a stack of tasks."""
     if task.x.ndim != 2:
-        fail("task", "be one task", f"inputs of shape {task.x.shape}", "Map stacked tasks by `jax.vmap`")
+        fail(
+            "task",
+            "be one task",
+            f"inputs of shape {task.x.shape}",
+            "Map stacked tasks by `jax.vmap`",
+        )
 
 
 def check_hidden(task: Task, hidden: int, name: str = "hidden") -> None:
@@ -249,7 +290,10 @@ def _parts(name: str, task: Task, hidden: int) -> dict[str, tuple[int, int, Arra
     elif name != "MWNS":
         idle = task.irrelevant.shape[1] + (unseen if name == "LSS" else 0)
         parts |= {"skew": (rank, rank, 0.16 * rank**2), "beside": (hidden, idle, total)}
-        parts |= {"mixing": (rank, hidden, float(rank)), "readout": (task.y.shape[-1], hidden, total)}
+        parts |= {
+            "mixing": (rank, hidden, float(rank)),
+            "readout": (task.y.shape[-1], hidden, total),
+        }
         parts |= {"unseen": (hidden, unseen, total)} if name == "GLS" else {}
     return parts
 
@@ -267,7 +311,9 @@ def _free(name: str, task: Task, hidden: int, spread: Scalar, drawn: Array) -> d
         end += rows * columns
         free[part] = drawn[end - rows * columns : end].reshape(rows, columns)
         if square is not None:
-            free[part] *= jnp.asarray(spread * jnp.sqrt(square / max(rows * columns, 1)), drawn.dtype)
+            free[part] *= jnp.asarray(
+                spread * jnp.sqrt(square / max(rows * columns, 1)), drawn.dtype
+            )
     return free
 
 
@@ -284,7 +330,9 @@ def _factors(name: str, task: Task) -> tuple[Array, Array, Array]:
     return task.map_values, task.map_right.T, task.map_left
 
 
-def _frame_network(task: Task, frame: Array, name: str, unseen: Array | None = None) -> LinearNetwork:
+def _frame_network(
+    task: Task, frame: Array, name: str, unseen: Array | None = None
+) -> LinearNetwork:
     """Return the MRNS or MWNS with an orthonormal frame R, [hidden, rank]."""
     values, read, write = _factors(name, task)
     root = jnp.sqrt(values)[None]
@@ -296,15 +344,18 @@ def _frame_network(task: Task, frame: Array, name: str, unseen: Array | None = N
 def _solution(name: str, task: Task, free: dict[str, Array]) -> LinearNetwork:
     """Return the network of free parameters.
 
-    With R = polar(frame), a triangular L, Q = R L, and B orthogonal to R and to V, W1 = Q sqrt(S) V^T + (I + Q M) B and
-    W2 = U sqrt(S) (L^-1 R^T - M (I - R R^T)) + G (I - E E^T), where E spans R and B.
+    With R = polar(frame), a triangular L, Q = R L, and B orthogonal to R and to V, W1 = Q sqrt(S)
+    V^T + (I + Q M) B and W2 = U sqrt(S) (L^-1 R^T - M (I - R R^T)) + G (I - E E^T), where E spans R
+    and B.
     """
     frame = polar(free["frame"])
     if name in MINIMAL:
         return _frame_network(task, frame, name, free.get("unseen"))
     root = jnp.sqrt(task.map_values)[None]
     # Scaled so that its condition does not grow with the rank.
-    skew = jnp.tril(free["skew"], -1) / task.rank**0.5 + jnp.diag(jnp.exp(jnp.diagonal(free["skew"])))
+    skew = jnp.tril(free["skew"], -1) / task.rank**0.5 + jnp.diag(
+        jnp.exp(jnp.diagonal(free["skew"]))
+    )
     basis = task.irrelevant if name == "GLS" else jnp.concatenate([task.irrelevant, task.unseen], 1)
     beside = free["beside"] - product(frame, product(frame.T, free["beside"]))
     beside = beside - product(frame, product(frame.T, beside))  # twice is enough
@@ -318,7 +369,9 @@ def _solution(name: str, task: Task, free: dict[str, Array]) -> LinearNetwork:
     if sum(part.shape[1] for part in (frame, beside)) < len(frame):
         # Columns of `beside` are scaled, so that small ones count.
         size = jnp.linalg.norm(beside, axis=0)
-        used, _ = jnp.linalg.qr(jnp.concatenate([frame, beside / jnp.where(size > 0, size, 1.0)[None]], 1))
+        used, _ = jnp.linalg.qr(
+            jnp.concatenate([frame, beside / jnp.where(size > 0, size, 1.0)[None]], 1)
+        )
         readout = free["readout"] - product(product(free["readout"], used), used.T)
         second = second + readout - product(product(readout, used), used.T)
     return LinearNetwork((first, second))
@@ -326,7 +379,9 @@ def _solution(name: str, task: Task, free: dict[str, Array]) -> LinearNetwork:
 
 @eqx.filter_jit
 def _sample(name: str, task: Task, hidden: int, spread: Scalar, key: PRNGKey) -> LinearNetwork:
-    return _solution(name, task, _free(name, task, hidden, spread, _draw(name, task, hidden, key, 1)[0]))
+    return _solution(
+        name, task, _free(name, task, hidden, spread, _draw(name, task, hidden, key, 1)[0])
+    )
 
 
 @eqx.filter_jit
@@ -344,15 +399,17 @@ def _walk(
         return moved, moved
 
     _, steps = lax.scan(step, jnp.zeros_like(drawn[0]), (jnp.arange(num_steps) == 0, drawn))
-    return jax.vmap(lambda drawn: _solution(name, task, _free(name, task, hidden, spread, drawn)))(steps)
+    return jax.vmap(lambda drawn: _solution(name, task, _free(name, task, hidden, spread, drawn)))(
+        steps
+    )
 
 
 class Placement(NamedTuple):
     """Distances of a network from four families; see `placement`.
 
     Attributes:
-        distance: Distance over all weights from `Family.project`, divided by the network's norm, [families]. Those of
-            GLS and LSS are of networks with the same first layer.
+        distance: Distance over all weights from `Family.project`, divided by the network's norm,
+            [families]. Those of GLS and LSS are of networks with the same first layer.
         residual: Residuals, [families].
     """
 
@@ -370,17 +427,21 @@ class Placement(NamedTuple):
 def placement(task: Task, network: LinearNetwork) -> Placement:
     """Return how far a network is from the families of solutions, in the order of `FAMILIES`.
 
-    Distances from GLS and LSS are NaN as long as the first layer does not carry the inputs that the task needs. During
-    training of a network narrower than the inputs that is so until it converges.
+    Distances from GLS and LSS are NaN as long as the first layer does not carry the inputs that the
+    task needs. During training of a network narrower than the inputs that is so until it converges.
     """
     total = jnp.sqrt(sum(jnp.sum(weight**2) for weight in network.weights))
     distances, residuals = [], []
     for family in FAMILIES.values():
         nearest = family.project(task, network)
-        moved = [jnp.sum((a - b) ** 2) for a, b in zip(nearest.weights, network.weights, strict=True)]
+        moved = [
+            jnp.sum((a - b) ** 2) for a, b in zip(nearest.weights, network.weights, strict=True)
+        ]
         distances.append(jnp.sqrt(sum(moved)) / total)
         residuals.append(family.residual(task, network))
-    return Placement(jnp.stack(distances), jax.tree.map(lambda *parts: jnp.stack(parts), *residuals))
+    return Placement(
+        jnp.stack(distances), jax.tree.map(lambda *parts: jnp.stack(parts), *residuals)
+    )
 
 
 @validated
@@ -400,7 +461,8 @@ def least_norm(task: Task, depth: int) -> Float[Array, ""]:
 def least_norm_network(task: Task, widths: Sequence[int], *, key: PRNGKey) -> LinearNetwork:
     """Return a random deep network of least norm with map W*, with equal singular values in all layers.
 
-    W_1 = R_1 S^(1/l) V^T, W_i = R_i S^(1/l) R_(i-1)^T and W_l = U S^(1/l) R_(l-1)^T, with uniform orthonormal R_i.
+    W_1 = R_1 S^(1/l) V^T, W_i = R_i S^(1/l) R_(i-1)^T and W_l = U S^(1/l) R_(l-1)^T, with uniform
+    orthonormal R_i.
 
     Args:
         task: Task.
@@ -412,11 +474,17 @@ def least_norm_network(task: Task, widths: Sequence[int], *, key: PRNGKey) -> Li
         check_hidden(task, width, f"widths[{place}]")
     keys = jax.random.split(key, max(len(widths), 1))
     shapes = [(width, task.rank) for width in widths]
-    drawn = [polar(jax.random.normal(k, shape, task.x.dtype)) for k, shape in zip(keys, shapes, strict=False)]
+    drawn = [
+        polar(jax.random.normal(k, shape, task.x.dtype))
+        for k, shape in zip(keys, shapes, strict=False)
+    ]
     root = task.map_values[None] ** (1 / (len(widths) + 1))
     frames = [task.map_right, *drawn, task.map_left]
     return LinearNetwork(
-        tuple(product(after * root, before.T) for before, after in zip(frames[:-1], frames[1:], strict=True))
+        tuple(
+            product(after * root, before.T)
+            for before, after in zip(frames[:-1], frames[1:], strict=True)
+        )
     )
 
 

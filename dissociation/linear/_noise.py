@@ -55,8 +55,8 @@ def _checked(noise: Noise) -> Noise:
 def expected_loss(task: Task, network: LinearNetwork, noise: Noise = NONE) -> Float[Array, ""]:
     """Return the expected loss under noise, with the same weight noise for all samples.
 
-    L0 + (s_x^2 |G|^2 + s_1^2 |W2|^2 tr S + s_2^2 d_out tr(W1 S W1^T) + s_1^2 s_2^2 d_h d_out tr S) / 2 with the loss L0
-    without noise, G = W2 W1 and S = X X^T / samples + s_x^2 I.
+    L0 + (s_x^2 |G|^2 + s_1^2 |W2|^2 tr S + s_2^2 d_out tr(W1 S W1^T) + s_1^2 s_2^2 d_h d_out tr S)
+    / 2 with the loss L0 without noise, G = W2 W1 and S = X X^T / samples + s_x^2 I.
 
     Args:
         task: Task.
@@ -108,14 +108,17 @@ def simulated_loss(
 
 
 @eqx.filter_jit
-def _simulated(task: Task, network: LinearNetwork, noise: Noise, num_draws: int, key: PRNGKey) -> SimulatedLoss:
+def _simulated(
+    task: Task, network: LinearNetwork, noise: Noise, num_draws: int, key: PRNGKey
+) -> SimulatedLoss:
     arrays, noises = (task.x, *network.weights), jnp.asarray(noise, task.x.dtype)
     ends = np.cumsum([array.size for array in arrays])
 
     def one(key: Array) -> Array:
         drawn = jnp.split(jax.random.normal(key, (int(ends[-1]),), task.x.dtype), ends[:-1])
         x, first, second = (
-            array + size * noise.reshape(array.shape) for array, size, noise in zip(arrays, noises, drawn, strict=True)
+            array + size * noise.reshape(array.shape)
+            for array, size, noise in zip(arrays, noises, drawn, strict=True)
         )
         outputs = product(product(x, first.T), second.T)
         return 0.5 * jnp.sum((outputs - task.y) ** 2) / x.shape[0]
@@ -129,9 +132,10 @@ def noise_minimiser(task: Task, hidden: int, noise: Noise, *, key: PRNGKey) -> L
     """Return a GLS of least expected loss under noise.
 
     Without weight noise, it is a random LSS. With weight noise, W2 = t M sqrt(N) R^T and
-    W1 = R sqrt(N) O^T S^(-1/2) / t with S of `expected_loss`, M N O^T = W* S^(1/2), t^4 = s_2^2 d_out / (s_1^2 tr S),
-    and a random frame R. It moves from a MRNS, up to the factor t, to a MWNS as noise on inputs grows. Without noise
-    on inputs, rows of W1 lie in the inputs' span. At t = 1 it is then a MRNS.
+    W1 = R sqrt(N) O^T S^(-1/2) / t with S of `expected_loss`, M N O^T = W* S^(1/2), t^4 = s_2^2
+    d_out / (s_1^2 tr S), and a random frame R. It moves from a MRNS, up to the factor t, to a MWNS
+    as noise on inputs grows. Without noise on inputs, rows of W1 lie in the inputs' span. At t = 1
+    it is then a MRNS.
 
     Args:
         task: Task.
@@ -140,8 +144,8 @@ def noise_minimiser(task: Task, hidden: int, noise: Noise, *, key: PRNGKey) -> L
         key: Random key.
 
     Raises:
-        ValueError: If one layer alone has noise: the loss then has an infimum that no network reaches. Weights are NaN
-            if the noise is traced.
+        ValueError: If one layer alone has noise: the loss then has an infimum that no network
+            reaches. Weights are NaN if the noise is traced.
     """
     check_hidden(task, hidden)
     sizes = _checked(noise)
@@ -161,7 +165,11 @@ def _balance(task: Task, noise: Noise) -> tuple[Array, Any, Array]:
     roots = jnp.sqrt(task.input_values**2 / samples + variance)
     trace = jnp.sum(task.x**2) / samples + variance * task.x.shape[1]
     codes = product(task.map_right.T, task.input_basis)
-    return roots, jnp.linalg.svd(task.map_values[:, None] * codes * roots[None], full_matrices=False), trace
+    return (
+        roots,
+        jnp.linalg.svd(task.map_values[:, None] * codes * roots[None], full_matrices=False),
+        trace,
+    )
 
 
 @eqx.filter_jit
@@ -170,7 +178,9 @@ def _minimiser(task: Task, hidden: int, noise: Noise, key: PRNGKey) -> LinearNet
     frame = polar(jax.random.normal(key, (hidden, task.rank), task.x.dtype))
     sizes = jnp.square(jnp.asarray(noise, task.x.dtype))
     none, some = (sizes[1] == 0) & (sizes[2] == 0), (sizes[1] > 0) & (sizes[2] > 0)
-    ratio = (jnp.where(none, 1.0, sizes[2]) * task.y.shape[1] / (jnp.where(none, 1.0, sizes[1]) * trace)) ** 0.25
+    ratio = (
+        jnp.where(none, 1.0, sizes[2]) * task.y.shape[1] / (jnp.where(none, 1.0, sizes[1]) * trace)
+    ) ** 0.25
     ratio = jnp.where(none | some, ratio, jnp.nan)
     scale = jnp.sqrt(values)[None]
     first = product(product(frame * scale, right / roots[None]), task.input_basis.T) / ratio
@@ -181,7 +191,8 @@ def _minimiser(task: Task, hidden: int, noise: Noise, key: PRNGKey) -> LinearNet
 def least_loss(task: Task, hidden: int, noise: Noise) -> Float[Array, ""]:
     """Return the least expected loss of a GLS under noise: that of `noise_minimiser`, or the infimum.
 
-    (c + s_x^2 |W*|^2 + 2 s_1 s_2 sqrt(d_out tr S) nuc(W* S^(1/2)) + s_1^2 s_2^2 d_h d_out tr S) / 2.
+    (c + s_x^2 |W*|^2 + 2 s_1 s_2 sqrt(d_out tr S) nuc(W* S^(1/2)) + s_1^2 s_2^2 d_h d_out tr S) /
+    2.
     """
     check_hidden(task, hidden)
     return _least(task, hidden, _checked(noise))
@@ -216,7 +227,11 @@ def fresh_loss(
     if len(network.weights) != 2:
         fail("network", "have two layers", len(network.weights))
     whole, target = network.map, jnp.asarray(teacher)
-    given = jnp.eye(whole.shape[1], dtype=whole.dtype) if covariance is None else jnp.asarray(covariance)
+    given = (
+        jnp.eye(whole.shape[1], dtype=whole.dtype)
+        if covariance is None
+        else jnp.asarray(covariance)
+    )
     if target.shape != whole.shape:
         fail("teacher", f"have the shape of the network's map, {whole.shape}", target.shape)
     if covariance is not None and not is_traced(given):

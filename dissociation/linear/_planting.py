@@ -17,8 +17,8 @@ class Planted(NamedTuple):
 
     Attributes:
         network: The network, a GLS.
-        bound: Lower bound of |H - pattern| for activities in the inputs' span whose singular values in needed
-            directions are not below `least` times the pattern's largest.
+        bound: Lower bound of |H - pattern| for activities in the inputs' span whose singular values
+            in needed directions are not below `least` times the pattern's largest.
         distance: Distance |H - pattern| of this one.
     """
 
@@ -28,13 +28,15 @@ class Planted(NamedTuple):
 
 
 @validated(finite=("pattern",))
-def plant(task: Task, pattern: Float[Array | np.ndarray, "samples hidden"], *, least: float | int = 1e-2) -> Planted:
+def plant(
+    task: Task, pattern: Float[Array | np.ndarray, "samples hidden"], *, least: float | int = 1e-2
+) -> Planted:
     """Return a GLS with a chosen hidden activity.
 
-    In directions O of the samples that the task needs, singular values of the activity are raised to `least` times the
-    largest one of the pattern, because |W2| <= |Yh| / (least |pattern|). In other directions of the inputs' span, it
-    keeps the largest hidden - rank components of the pattern: all, if `hidden` is at least the inputs' rank. Beyond
-    the inputs' span it is zero.
+    In directions O of the samples that the task needs, singular values of the activity are raised
+    to `least` times the largest one of the pattern, because |W2| <= |Yh| / (least |pattern|). In
+    other directions of the inputs' span, it keeps the largest hidden - rank components of the
+    pattern: all, if `hidden` is at least the inputs' rank. Beyond the inputs' span it is zero.
 
     Args:
         task: Task.
@@ -48,7 +50,11 @@ def plant(task: Task, pattern: Float[Array | np.ndarray, "samples hidden"], *, l
     target = np.asarray(pattern, float)
     check_hidden(task, target.shape[1], "pattern.shape[1]")
     if len(target) != len(task.x) or not target.any():
-        fail("pattern", f"have one row per sample ({len(task.x)}), and not be zero", f"shape {target.shape}")
+        fail(
+            "pattern",
+            f"have one row per sample ({len(task.x)}), and not be zero",
+            f"shape {target.shape}",
+        )
     check_positive("least", least)
     size = float(np.linalg.norm(target, 2))
     codes, samples = np.asarray(task.target_right, float), np.asarray(task.sample_basis, float)
@@ -62,8 +68,16 @@ def plant(task: Task, pattern: Float[Array | np.ndarray, "samples hidden"], *, l
     turned, sizes, rows = np.linalg.svd(apart.T @ needed, full_matrices=False)
     turned, raised = apart @ turned, np.maximum(sizes, least * size)
     activity = kept + codes @ (needed + (turned * (raised - sizes)) @ rows).T
-    first = activity.T @ (samples / np.asarray(task.input_values, float)) @ np.asarray(task.input_basis, float).T
-    second = np.asarray(task.target_left * task.target_values[None], float) @ (rows.T / raised) @ turned.T
+    first = (
+        activity.T
+        @ (samples / np.asarray(task.input_values, float))
+        @ np.asarray(task.input_basis, float).T
+    )
+    second = (
+        np.asarray(task.target_left * task.target_values[None], float)
+        @ (rows.T / raised)
+        @ turned.T
+    )
     missing = np.maximum(least * size - np.linalg.svd(needed, compute_uv=False), 0.0)
     bound = np.sqrt(np.sum(missing**2) + np.sum((target - within) ** 2))
     network = LinearNetwork((jnp.asarray(first, task.x.dtype), jnp.asarray(second, task.x.dtype)))
@@ -72,18 +86,25 @@ def plant(task: Task, pattern: Float[Array | np.ndarray, "samples hidden"], *, l
 
 @validated(finite=("rsm",))
 def plant_rsm(
-    task: Task, rsm: Float[Array | np.ndarray, "samples samples"], hidden: int, *, least: float | int = 1e-2
+    task: Task,
+    rsm: Float[Array | np.ndarray, "samples samples"],
+    hidden: int,
+    *,
+    least: float | int = 1e-2,
 ) -> Planted:
     """Return a GLS whose hidden activities have chosen products H^T H, by `plant` of a root of the matrix.
 
     Args:
         task: Task.
-        rsm: Symmetric positive semidefinite matrix over samples. Its part beyond the inputs' span is dropped.
-        hidden: Hidden units, at least `task.rank`. Components beyond the largest `hidden` are dropped.
+        rsm: Symmetric positive semidefinite matrix over samples. Its part beyond the inputs' span
+            is dropped.
+        hidden: Hidden units, at least `task.rank`. Components beyond the largest `hidden` are
+            dropped.
         least: As in `plant`.
 
     Returns:
-        The network, with the bound and the distance of its activity from a root of the matrix, of `hidden` columns.
+        The network, with the bound and the distance of its activity from a root of the matrix, of
+        `hidden` columns.
     """
     check_known("its eigenvalues are found on the host", rsm=rsm)
     check_hidden(task, hidden)

@@ -45,8 +45,8 @@ def plurality(
 ) -> Plurality:
     """Return the distribution of similarity measures between two random solutions of a task, or of two tasks.
 
-    `rewrites.linear_cka_range(task.x, activity)` is the attainable range of linear CKA with one activity, over all
-    GLS and LSS with at least as many hidden units as the inputs' rank.
+    `rewrites.linear_cka_range(task.x, activity)` is the attainable range of linear CKA with one
+    activity, over all GLS and LSS with at least as many hidden units as the inputs' rank.
 
     Args:
         task: Task.

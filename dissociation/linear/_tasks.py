@@ -11,7 +11,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from scipy.linalg import svdvals
 
-from dissociation._core.checks import check_count, check_finite, check_known, check_non_negative, fail
+from dissociation._core.checks import (
+    check_count,
+    check_finite,
+    check_known,
+    check_non_negative,
+    fail,
+)
 from dissociation._core.linalg import column_units, num_directions, product
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
@@ -20,8 +26,8 @@ from dissociation._core.validation import validated
 class Task(eqx.Module):
     """Task of predicting y from x by a linear map G, with loss sum |G x - y|^2 / (2 samples); see `make_task`.
 
-    The best map of least norm is W* = Y X^+ = U S V^T, and the best predictions are Yh = M N O^T, with one row per
-    sample. Tasks with equal shapes of all fields may be stacked, for `vmap`.
+    The best map of least norm is W* = Y X^+ = U S V^T, and the best predictions are Yh = M N O^T,
+    with one row per sample. Tasks with equal shapes of all fields may be stacked, for `vmap`.
 
     Attributes:
         x: Inputs X, [samples, inputs].
@@ -37,7 +43,8 @@ class Task(eqx.Module):
         target_right: O, [samples, rank].
         read_in: O^T X^+, [rank, inputs].
         irrelevant: Orthonormal basis of the inputs' span without V, [inputs, input rank - rank].
-        unseen: Orthonormal basis of the directions that no input has, [inputs, inputs - input rank].
+        unseen: Orthonormal basis of the directions that no input has, [inputs, inputs - input
+            rank].
         unexplained: c = |Y - Yh|^2 / samples. The least loss is c / 2.
         rtol: Relative size up to which singular values were taken as zero.
     """
@@ -95,14 +102,15 @@ def make_task(
     Args:
         x: Inputs, one row per sample. They are not centred.
         y: Targets.
-        rtol: Fraction of the largest singular value of x, and of y for the best predictions, up to which singular
-            values count as zero. Such components of x are removed. Default: the coarsest rounding of x, of y and of
-            JAX's dtype for them, times the larger size of x, at most 300, by which directions are counted on columns
-            divided by their sizes, so that units do not matter.
+        rtol: Fraction of the largest singular value of x, and of y for the best predictions, up to
+            which singular values count as zero. Such components of x are removed. Default: the
+            coarsest rounding of x, of y and of JAX's dtype for them, times the larger size of x, at
+            most 300, by which directions are counted on columns divided by their sizes, so that
+            units do not matter.
 
     Returns:
-        The task, in the dtype of JAX for x and y. If singular values differ, a key draws the same networks from it on
-        every processor, up to rounding.
+        The task, in the dtype of JAX for x and y. If singular values differ, a key draws the same
+        networks from it on every processor, up to rounding.
 
     Raises:
         ValueError: If entries are not finite, or the inputs do not predict the targets at all.
@@ -127,12 +135,17 @@ def check_semidefinite(name: str, matrix: np.ndarray) -> tuple[np.ndarray, np.nd
     slack = 1e-5 * float(np.abs(values).max())
     uneven = float(np.abs(matrix - matrix.T).max())
     if uneven > slack or values[0] < -slack:
-        got = f"a least eigenvalue of {values[0]:.3g}, and a difference from its transpose of {uneven:.3g}"
+        got = (
+            f"a least eigenvalue of {values[0]:.3g}, and a difference from its transpose of "
+            f"{uneven:.3g}"
+        )
         fail(name, "be symmetric and positive semidefinite", got)
     return values, vectors
 
 
-def _decomposed(given: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any, *, evens: bool = False) -> Task:
+def _decomposed(
+    given: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any, *, evens: bool = False
+) -> Task:
     """Return the task; with `evens`, directions are counted on columns divided by their units."""
     units = column_units(given) if evens else np.ones(given.shape[1])
     target_units = column_units(targets) if evens else np.ones(targets.shape[1])
@@ -150,7 +163,9 @@ def _decomposed(given: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any,
     sizes = sizes[:rank]
     left, right = _signed(left[:, :rank], right[:rank].T)
     # The best map has the rank of the predictions: it is decomposed within their span.
-    turn, strengths, directions = np.linalg.svd((sizes[:, None] * right.T) / values, full_matrices=True)
+    turn, strengths, directions = np.linalg.svd(
+        (sizes[:, None] * right.T) / values, full_matrices=True
+    )
     codes = samples @ right
     read, write = _signed(inputs @ directions[:rank].T, left @ turn)
     arrays = {
@@ -166,7 +181,8 @@ def _decomposed(given: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any,
     return Task(**{name: jnp.asarray(array, dtype) for name, array in arrays.items()}, rtol=rtol)
 
 
-# Processors choose signs of singular vectors and bases of null spaces differently, and with them what a key draws.
+# Processors choose signs of singular vectors and bases of null spaces differently, and with them
+# what a key draws.
 def _signed(first: np.ndarray, *others: np.ndarray) -> list[np.ndarray]:
     """Return singular vectors in columns, with the sign that gives the first a positive product with a fixed vector."""
     positive = np.random.default_rng(0).normal(size=len(first)) @ first > 0
@@ -199,26 +215,43 @@ def random_task(
         num_outputs: Outputs.
         rank: Rank of the map, by default as large as possible.
         input_rank: Rank of the inputs, by default as large as possible.
-        condition: Ratio of the largest to the smallest singular value of the inputs, geometrically spaced; by default
-            that of Gaussian inputs.
+        condition: Ratio of the largest to the smallest singular value of the inputs, geometrically
+            spaced; by default that of Gaussian inputs.
         noise: Standard deviation of noise on targets, which raises the rank of the best map.
         key: Random key.
     """
-    for name, size in (("num_samples", num_samples), ("num_inputs", num_inputs), ("num_outputs", num_outputs)):
+    for name, size in (
+        ("num_samples", num_samples),
+        ("num_inputs", num_inputs),
+        ("num_outputs", num_outputs),
+    ):
         check_count(name, size, minimum=1)
     most = min(num_samples, num_inputs)
-    inner = most if input_rank is None else check_count("input_rank", input_rank, minimum=1, maximum=most)
+    inner = (
+        most
+        if input_rank is None
+        else check_count("input_rank", input_rank, minimum=1, maximum=most)
+    )
     most = min(inner, num_outputs)
     rank = most if rank is None else check_count("rank", rank, minimum=1, maximum=most)
     check_non_negative("noise", noise)
     check_known("tasks are made on the host", key=key)
     rtol = 300 * float(np.finfo(float).eps)
     if condition is not None and not 1 <= condition < 1 / rtol:
-        fail("condition", f"be at least 1, and below {1 / rtol:.1e}, where directions count as zero", condition)
-    shapes = [*pairwise((num_samples, inner, num_inputs, rank, num_outputs)), (num_samples, num_outputs)]
+        fail(
+            "condition",
+            f"be at least 1, and below {1 / rtol:.1e}, where directions count as zero",
+            condition,
+        )
+    shapes = [
+        *pairwise((num_samples, inner, num_inputs, rank, num_outputs)),
+        (num_samples, num_outputs),
+    ]
     ends = np.cumsum([rows * columns for rows, columns in shapes])
     drawn = np.split(np.asarray(jax.random.normal(key, (int(ends[-1]),)), float), ends[:-1])
-    first, second, *maps, noises = (part.reshape(shape) for part, shape in zip(drawn, shapes, strict=True))
+    first, second, *maps, noises = (
+        part.reshape(shape) for part, shape in zip(drawn, shapes, strict=True)
+    )
     left, values, right = np.linalg.svd(first @ second / np.sqrt(inner), full_matrices=False)
     if condition is not None:
         values[:inner] = np.sqrt(num_samples) * np.geomspace(condition**0.5, condition**-0.5, inner)
@@ -256,7 +289,8 @@ def teacher_task(
 
 @validated
 def hierarchy_task(
-    parents: Int[Array | np.ndarray, " nodes"], x: Float[Array | np.ndarray, "leaves inputs"] | None = None
+    parents: Int[Array | np.ndarray, " nodes"],
+    x: Float[Array | np.ndarray, "leaves inputs"] | None = None,
 ) -> Task:
     """Return the semantic hierarchy of a tree: leaves are items, and a target is 1 for the leaf and its ancestors.
 
@@ -272,7 +306,8 @@ def hierarchy_task(
         TypeError: If an argument is traced.
 
     References:
-        Saxe, McClelland and Ganguli (2019), A mathematical theory of semantic development in deep neural networks.
+        Saxe, McClelland and Ganguli (2019), A mathematical theory of semantic development in deep
+        neural networks.
     """
     check_known("tasks are made on the host", parents=parents)
     above = np.asarray(parents)

@@ -31,12 +31,14 @@ class ClassMoments(Result):
         spread: sum_i |z_i - mu_c|^2 / unit^2 over the samples of a class, [classes].
         norms: sum_i |z_i| over all samples.
         scatter: sum_i (z_i - mu_c)(z_i - mu_c)^T / unit^2 over all samples, [d, d], or None.
-        unit: 1, or a power of two near the largest feature if its square may leave the dtype's range.
+        unit: 1, or a power of two near the largest feature if its square may leave the dtype's
+            range.
     """
 
     counts: Float[Array, " classes"]
     means: Float[Array, "classes d"]
-    # If all features share a large offset, these errors are as large as the differences between classes.
+    # If all features share a large offset, these errors are as large as the differences between
+    # classes.
     rest: Float[Array, "classes d"]
     spread: Float[Array, " classes"]
     norms: Float[Array, ""]
@@ -53,8 +55,8 @@ class Collapse(Result):
         scale: Mean norm of features, sum_i |z_i| / n.
         nc1: within / (between + 1e-8).
         rnc1: within / (scale^2 + 1e-10), which is also small if classes are not separated.
-        nc2: Condition number of the matrix of uncentred class means, from 1 (orthogonal, of one norm) to infinity (more
-            classes than dimensions, or linearly dependent means).
+        nc2: Condition number of the matrix of uncentred class means, from 1 (orthogonal, of one
+            norm) to infinity (more classes than dimensions, or linearly dependent means).
     """
 
     within: Float[Array, ""]
@@ -74,7 +76,9 @@ class Frame(Result):
 
 
 @validated(finite=("features",), empty=("features", "labels"))
-def class_moments(features: Features, labels: Classes, num_classes: int, *, scatter: bool = False) -> ClassMoments:
+def class_moments(
+    features: Features, labels: Classes, num_classes: int, *, scatter: bool = False
+) -> ClassMoments:
     """Return moments of features by class, in two passes.
 
     Args:
@@ -84,8 +88,8 @@ def class_moments(features: Features, labels: Classes, num_classes: int, *, scat
         scatter: If True, compute the [d, d] matrix for `trace_ratio`, at a cost of n d^2.
 
     Returns:
-        The moments. For a traced feature that is not finite or label that is not a class, `rest`, `spread` and
-        `scatter` are NaN.
+        The moments. For a traced feature that is not finite or label that is not a class, `rest`,
+        `spread` and `scatter` are NaN.
     """
     count = check_count("num_classes", num_classes, minimum=1)
     check_classes("labels", labels, count)
@@ -105,7 +109,8 @@ def _class_moments(features: Array, labels: Array, count: int, scatter: bool) ->
     def of_sample(table: Array) -> Array:
         return table.at[place].get(mode="fill", fill_value=jnp.nan)
 
-    # The difference of two numbers of similar size is exact, so the mean of the differences is the means' rounding.
+    # The difference of two numbers of similar size is exact, so the mean of the differences is the
+    # means' rounding.
     means = mean(features)
     apart = features - of_sample(means)
     rest = mean(apart)
@@ -145,10 +150,12 @@ def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
     """
     if a.means.shape != b.means.shape:
         fail("b", f"have class means of the shape of `a`'s, {a.means.shape}", b.means.shape)
-    # Chan's update, because the mean of squares minus the square of the mean cancels when classes collapse.
+    # Chan's update, because the mean of squares minus the square of the mean cancels when classes
+    # collapse.
     counts = a.counts + b.counts
     share = b.counts / jnp.maximum(counts, 1.0)
-    # A class absent from `a` starts at the mean of `b`: from the mean 0 of an absent class, `rest` would lose digits.
+    # A class absent from `a` starts at the mean of `b`: from the mean 0 of an absent class, `rest`
+    # would lose digits.
     known = (a.counts > 0)[:, None]
     first, rest = jnp.where(known, a.means, b.means), jnp.where(known, a.rest, b.rest)
     apart = (b.means - first) + (b.rest - rest)
@@ -161,7 +168,11 @@ def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
     unit = jnp.where(sum(units) == 0, 1.0, jnp.maximum(*units))
     scatter, apart, factors = None, apart / unit, [(each / unit) ** 2 for each in units]
     if a.scatter is not None and b.scatter is not None:
-        scatter = factors[0] * a.scatter + factors[1] * b.scatter + product(apart.T, weight[:, None] * apart)
+        scatter = (
+            factors[0] * a.scatter
+            + factors[1] * b.scatter
+            + product(apart.T, weight[:, None] * apart)
+        )
     return ClassMoments(
         counts=counts,
         means=means,
@@ -184,23 +195,28 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
 
     Warns:
         UserWarning: If the norm of the mean exceeds 100 times the features' spread.
-        RuntimeWarning: If features vary by less than 1e-3, so that the constants in `nc1` and `rnc1` matter.
+        RuntimeWarning: If features vary by less than 1e-3, so that the constants in `nc1` and
+            `rnc1` matter.
 
     References:
-        Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
-        Papyan, Han and Donoho (2020), Prevalence of neural collapse during the terminal phase of deep learning.
+        Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural
+        collapse emergence. Papyan, Han and Donoho (2020), Prevalence of neural collapse during the
+        terminal phase of deep learning.
     """
     found, spread, offset = _collapse(moments)
     if not is_traced(spread) and spread > 0 and offset > _LARGE_OFFSET * spread:
         warn(
-            f"`moments` are of features {offset:.3g} from zero that spread by {spread:.3g}: `scale`, `rnc1` and `nc2`,"
+            f"`moments` are of features {offset:.3g} from zero that spread by {spread:.3g}: "
+            "`scale`, `rnc1` and `nc2`,"
             " which do not subtract their mean, measure this offset. Centre the features first.",
             UserWarning,
         )
     if not is_traced(spread) and 0 < spread < 1e-3:
         warn(
-            f"Features vary by {float(spread):.2g}, beside which the published constants of `nc1` (1e-8) and `rnc1` "
-            "(1e-10) count: multiply the features by a number, or read `trace_ratio` of `recipes.CheapMeasures`."
+            f"Features vary by {float(spread):.2g}, beside which the published constants of "
+            "`nc1` (1e-8) and `rnc1` "
+            "(1e-10) count: multiply the features by a number, or read `trace_ratio` of "
+            "`recipes.CheapMeasures`."
         )
     return found
 
@@ -249,11 +265,12 @@ def _condition_number(moments: ClassMoments) -> Array:
 def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
     """Return tr(S_W pinv(S_B)) / C, the within-class covariance in units of the between-class covariance.
 
-    S_W = sum_i (z_i - mu_c)(z_i - mu_c)^T / n and S_B = sum_c (mu_c - mu_G)(mu_c - mu_G)^T / C, with the mean mu_G of
-    class means, over classes with samples.
+    S_W = sum_i (z_i - mu_c)(z_i - mu_c)^T / n and S_B = sum_c (mu_c - mu_G)(mu_c - mu_G)^T / C,
+    with the mean mu_G of class means, over classes with samples.
 
     Returns:
-        The ratio; infinite if class means are equal up to rounding, NaN if features are equal or there is one class.
+        The ratio; infinite if class means are equal up to rounding, NaN if features are equal or
+        there is one class.
 
     Raises:
         ValueError: If `moments` have no scatter matrix.
@@ -261,7 +278,12 @@ def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
     Source: Papyan, Han and Donoho (2020), section "Properties of neural collapse", NC1.
     """
     if moments.scatter is None:
-        fail("moments", "have a scatter matrix", "None", "Ask for it: class_moments(..., scatter=True)")
+        fail(
+            "moments",
+            "have a scatter matrix",
+            "None",
+            "Ask for it: class_moments(..., scatter=True)",
+        )
     means, present, smallest = _about_their_mean(moments)
     within, classes = moments.scatter / jnp.sum(moments.counts), jnp.sum(present)
     means, undefined = finite_part(means)
@@ -269,8 +291,11 @@ def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
     known = jax.lax.stop_gradient(means)
     left, values, right = jnp.linalg.svd(known, full_matrices=False)
     rounding = max(means.shape) * float(jnp.finfo(means.dtype).eps)
-    # Centred means have rank C - 1 at most, even if rounding makes the last singular value positive.
-    kept = (values > jnp.maximum(rounding * values[0], smallest)) & (jnp.arange(len(values)) < classes - 1)
+    # Centred means have rank C - 1 at most, even if rounding makes the last singular value
+    # positive.
+    kept = (values > jnp.maximum(rounding * values[0], smallest)) & (
+        jnp.arange(len(values)) < classes - 1
+    )
     # `means` - `known` is zero and carries the derivative.
     means = product(left * jnp.where(kept, values, 0.0)[None], right) + (means - known)
     inverse = jnp.linalg.pinv(means, rtol=rounding)
@@ -283,10 +308,17 @@ def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " class
     """Return class means minus their mean over `unit`, 0 if absent, True if present, and a size that counts as zero."""
     means, present = _centred(moments, jnp.ones_like(moments.counts))
     means = means / moments.unit
-    # Differences of samples are summed, so the rounding is proportional to the samples' distances from their mean.
+    # Differences of samples are summed, so the rounding is proportional to the samples' distances
+    # from their mean.
     number = jnp.sum(moments.counts)
-    size = jnp.sqrt(jnp.sum(moments.spread / number) + jnp.sum(moments.counts / number * jnp.sum(means**2, 1)))
-    return means, present, jax.lax.stop_gradient(8 * means.shape[0] ** 0.5 * jnp.finfo(means.dtype).eps * size)
+    size = jnp.sqrt(
+        jnp.sum(moments.spread / number) + jnp.sum(moments.counts / number * jnp.sum(means**2, 1))
+    )
+    return (
+        means,
+        present,
+        jax.lax.stop_gradient(8 * means.shape[0] ** 0.5 * jnp.finfo(means.dtype).eps * size),
+    )
 
 
 @jax.jit
@@ -316,7 +348,9 @@ def simplex_frame(moments: ClassMoments) -> Frame:
 
 
 @jax.jit
-def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "classes d"]) -> Float[Array, ""]:
+def self_duality(
+    moments: ClassMoments, classifier: Float[Array | np.ndarray, "classes d"]
+) -> Float[Array, ""]:
     """Return |W / |W| - M / |M||^2 of the last layer's weights W and the centred class means M, in Frobenius norms.
 
     Source: Papyan, Han and Donoho (2020), NC3.
@@ -325,7 +359,10 @@ def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "c
     weights = jnp.where(present[:, None], jnp.asarray(classifier), 0.0)
     weights = weights / scale_of(jnp.max(jnp.abs(weights)))
     size = jnp.linalg.norm(means)
-    return jnp.sum((weights / jnp.linalg.norm(weights) - means / jnp.where(size > smallest, size, jnp.nan)) ** 2)
+    return jnp.sum(
+        (weights / jnp.linalg.norm(weights) - means / jnp.where(size > smallest, size, jnp.nan))
+        ** 2
+    )
 
 
 @jax.jit
@@ -342,7 +379,9 @@ def nearest_centre_agreement(
     middle = jnp.sum(share * moments.means, 0)[None]
     about = features - middle - jnp.sum(share * (moments.means - middle + moments.rest), 0)[None]
     about = about / moments.unit
-    distance = jnp.where(present[None], jnp.sum(means**2, 1)[None] - 2 * product(about, means.T), jnp.inf)
+    distance = jnp.where(
+        present[None], jnp.sum(means**2, 1)[None] - 2 * product(about, means.T), jnp.inf
+    )
     agree = jnp.mean(jnp.argmin(distance, 1) == jnp.argmax(logits, 1), dtype=distance.dtype)
     defined = jnp.isfinite(jnp.min(distance, 1)) & jnp.isfinite(jnp.max(logits, 1))
     return jnp.where(jnp.all(defined), agree, jnp.nan)

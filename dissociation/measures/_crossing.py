@@ -8,7 +8,14 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy import optimize, stats
 
-from dissociation._core.checks import check_choice, check_finite, check_level, check_positive, fail, is_traced
+from dissociation._core.checks import (
+    check_choice,
+    check_finite,
+    check_level,
+    check_positive,
+    fail,
+    is_traced,
+)
 from dissociation._core.validation import validated
 
 DIRECTIONS = ("above", "below")
@@ -38,8 +45,8 @@ class Slope(NamedTuple):
         slope: Slope of the line.
         intercept: Log time at log 1.
         spread: Standard deviation of log times about the line, 0 if all crossings lie on it.
-        error: Standard error of the slope, from the curvature of the likelihood times sqrt(k / (k - 2)) with k
-            crossings; NaN if the spread is 0.
+        error: Standard error of the slope, from the curvature of the likelihood times sqrt(k / (k -
+            2)) with k crossings; NaN if the spread is 0.
         low: Lower end of Student's interval of the slope with k - 2 degrees of freedom.
         high: Upper end of the interval.
     """
@@ -81,11 +88,15 @@ def first_cross(
 
 @validated
 def median_crossing(
-    times: Float[np.ndarray, " n"], end: float | int | Float[np.ndarray, " n"], *, level: float = 0.9
+    times: Float[np.ndarray, " n"],
+    end: float | int | Float[np.ndarray, " n"],
+    *,
+    level: float = 0.9,
 ) -> Median:
     """Return Kaplan and Meier's median of crossing times with Brookmeyer and Crowley's interval, on the host.
 
-    At level 0.9 an interval bounded from below needs four samples, one bounded from above five if all have crossed.
+    At level 0.9 an interval bounded from below needs four samples, one bounded from above five if
+    all have crossed.
 
     Args:
         times: Crossing times; NaN for samples that had not crossed when their run ended.
@@ -93,11 +104,12 @@ def median_crossing(
         level: Coverage of the interval, between 0 and 1; approximate in small samples.
 
     Raises:
-        ValueError: If there are no times, a time is infinite, an end is not finite or before its crossing, or `level`
-            is out of range.
+        ValueError: If there are no times, a time is infinite, an end is not finite or before its
+            crossing, or `level` is out of range.
 
     References:
-        Kaplan and Meier (1958). Brookmeyer and Crowley (1982), A confidence interval for the median survival time.
+        Kaplan and Meier (1958). Brookmeyer and Crowley (1982), A confidence interval for the median
+        survival time.
     """
     times = np.asarray(times, float)
     check_level(level)
@@ -112,7 +124,9 @@ def median_crossing(
         return Median(np.inf, float(ends.min()) if bounded else -np.inf, np.inf)
     survival = stats.ecdf(stats.CensoredData(uncensored=times[crossed], right=ends[~crossed])).sf
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # SciPy has no limits if all or none have crossed
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # SciPy has no limits if all or none have crossed
         limits = survival.confidence_interval(level, method="log-log")
 
     def half(chance: np.ndarray) -> float:
@@ -145,23 +159,24 @@ def log_slope(
 ) -> Slope:
     """Fit a line to log time against log `at`, by maximum likelihood with a normal spread, on the host.
 
-    Samples that did not cross count as "later than `end`" (Tobin's model of censored data). If all crossings lie on
-    one line that contradicts no other sample, the spread is 0.
+    Samples that did not cross count as "later than `end`" (Tobin's model of censored data). If all
+    crossings lie on one line that contradicts no other sample, the spread is 0.
 
     Args:
         times: Positive crossing times; NaN for samples that had not crossed.
         at: Positive quantity on which the times depend.
         end: Positive end of all runs or of each.
-        level: Coverage of the slope's interval, between 0 and 1, to first order. With up to half of 8 or 15 samples
-            censored, intervals at 0.95 held 94 to 97 % of true slopes.
+        level: Coverage of the slope's interval, between 0 and 1, to first order. With up to half of
+            8 or 15 samples censored, intervals at 0.95 held 94 to 97 % of true slopes.
 
     Raises:
-        ValueError: If lengths differ, a value or `level` is out of range, or there are fewer than three crossings or
-            all are at one value of `at`.
+        ValueError: If lengths differ, a value or `level` is out of range, or there are fewer than
+            three crossings or all are at one value of `at`.
 
     References:
         Tobin (1958), Estimation of relationships for limited dependent variables.
-        Olsen (1978), Note on the uniqueness of the maximum likelihood estimator for the Tobit model.
+        Olsen (1978), Note on the uniqueness of the maximum likelihood estimator for the Tobit
+        model.
     """
     times, at = np.asarray(times, float), np.asarray(at, float)
     crossed = ~np.isnan(times)
@@ -194,21 +209,28 @@ def log_slope(
     return Slope(*map(float, found))
 
 
-def _tobit(design: np.ndarray, logs: np.ndarray, crossed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _tobit(
+    design: np.ndarray, logs: np.ndarray, crossed: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the maximum of the likelihood in (slope, height, 1) / spread, and the inverse of minus its curvature."""
-    # Residuals in units of the spread are linear in these parameters, in which the likelihood is concave.
+    # Residuals in units of the spread are linear in these parameters, in which the likelihood is
+    # concave.
     rows = np.concatenate([-design, logs[:, None]], 1)
 
     def cost(scaled: np.ndarray) -> float:
         residual = rows @ scaled
         if scaled[2] <= 0:
             return np.inf
-        chance = np.where(crossed, stats.norm.logpdf(residual) + np.log(scaled[2]), stats.norm.logsf(residual))
+        chance = np.where(
+            crossed, stats.norm.logpdf(residual) + np.log(scaled[2]), stats.norm.logsf(residual)
+        )
         return -float(np.sum(chance))
 
     def slopes(scaled: np.ndarray) -> np.ndarray:
         residual = rows @ scaled
-        return rows.T @ np.where(crossed, residual, hazard(residual)) - np.asarray([0, 0, crossed.sum() / scaled[2]])
+        return rows.T @ np.where(crossed, residual, hazard(residual)) - np.asarray(
+            [0, 0, crossed.sum() / scaled[2]]
+        )
 
     def curvature(scaled: np.ndarray) -> np.ndarray:
         residual = rows @ scaled
@@ -220,5 +242,7 @@ def _tobit(design: np.ndarray, logs: np.ndarray, crossed: np.ndarray) -> tuple[n
 
     line = np.linalg.lstsq(design, logs, rcond=None)[0]
     start = np.append(line, 1.0) / max(np.std(logs - design @ line), 1e-3)
-    solution = optimize.minimize(cost, start, jac=slopes, hess=curvature, method="trust-exact", options={"gtol": 1e-8})
+    solution = optimize.minimize(
+        cost, start, jac=slopes, hess=curvature, method="trust-exact", options={"gtol": 1e-8}
+    )
     return solution.x, np.linalg.inv(curvature(solution.x))

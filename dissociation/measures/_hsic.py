@@ -20,7 +20,8 @@ Features = Float[Array | np.ndarray, "n d"]
 BANDWIDTHS = ("dimension", "median")
 """Kernel bandwidth 2 sigma^2 d, as published, or 2 sigma^2 times the median squared distance of a batch.
 
-For uncorrelated features of variance 1, "median" with sigma 5 / sqrt(2) equals "dimension" with the published 5.
+For uncorrelated features of variance 1, "median" with sigma 5 / sqrt(2) equals "dimension" with the
+published 5.
 """
 
 
@@ -44,7 +45,8 @@ class InformationPlane(Result):
 def gaussian_gram(x: Array, sigma: Scalar = 5.0, bandwidth: str = "dimension") -> Array:
     """Return kernels exp(-|x_i - x_j|^2 / (2 sigma^2 s)), [n, n], with s the dimension or the median squared distance.
 
-    Source: Ma, Lewis and Kleijn (2020), The HSIC bottleneck: deep learning without back-propagation.
+    Source: Ma, Lewis and Kleijn (2020), The HSIC bottleneck: deep learning without
+    back-propagation.
     """
     square = squared_distances(x)
     scale = typical(square) if bandwidth == "median" else jnp.asarray(x.shape[1], x.dtype)
@@ -74,8 +76,9 @@ def information_plane(
 ) -> InformationPlane:
     """Return nHSIC(Z; X) and nHSIC(Z; Y), means over mini-batches of several shuffled passes.
 
-    nHSIC = tr(K (K + eps n I)^{-1} L (L + eps n I)^{-1}) with centred kernel matrices K and L of n samples. With
-    bandwidth "dimension" it falls if features shrink, although no information is lost.
+    nHSIC = tr(K (K + eps n I)^{-1} L (L + eps n I)^{-1}) with centred kernel matrices K and L of n
+    samples. With bandwidth "dimension" it falls if features shrink, although no information is
+    lost.
 
     Args:
         features: Features Z, [samples, d].
@@ -92,16 +95,22 @@ def information_plane(
         Both values, and their means over shuffled pairs.
 
     References:
-        Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
+        Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural
+        collapse emergence.
     """
     number = features.shape[0]
-    size, passes = check_count("batch_size", batch_size, minimum=2), check_count("num_passes", num_passes, minimum=1)
+    size, passes = (
+        check_count("batch_size", batch_size, minimum=2),
+        check_count("num_passes", num_passes, minimum=1),
+    )
     if size > number:
         fail("batch_size", f"be at most the number of samples ({number})", batch_size)
     check_choice("bandwidth", bandwidth, BANDWIDTHS)
     check_positive("sigma", sigma)
     check_positive("epsilon", epsilon)
-    return _plane(features, inputs, labels, jax.random.split(key, passes), sigma, epsilon, size, bandwidth)
+    return _plane(
+        features, inputs, labels, jax.random.split(key, passes), sigma, epsilon, size, bandwidth
+    )
 
 
 @partial(jax.jit, static_argnames=("size", "bandwidth"))
@@ -124,7 +133,10 @@ def _plane(
         order = jax.random.permutation(key, number)[: batches * size].reshape(batches, size)
 
         def grams(rows: Array) -> Array:
-            z, x = (gaussian_gram(part[rows], sigma=sigma, bandwidth=bandwidth) for part in (features, inputs))
+            z, x = (
+                gaussian_gram(part[rows], sigma=sigma, bandwidth=bandwidth)
+                for part in (features, inputs)
+            )
             y = labels[rows].astype(z.dtype)
             return jnp.stack([centred_gram(z), centred_gram(x.astype(z.dtype)), product(y, y.T)])
 

@@ -20,11 +20,19 @@ from dissociation._core.splits import permutation
 from dissociation._core.types import Classes
 from dissociation._core.validation import validated
 from dissociation.measures._coordinates import Points, drawn_in, normal_scores, whitened
-from dissociation.measures._neighbours import check_neighbours, closer, num_parts, part_sizes, smallest, squared
+from dissociation.measures._neighbours import (
+    check_neighbours,
+    closer,
+    num_parts,
+    part_sizes,
+    smallest,
+    squared,
+)
 
 # Largest fraction of samples of a reliable estimate that coincide with a neighbour.
 _TIES = 0.01
-# asinh coordinates are used if their linear information exceeds that of normal scores by this number of nats.
+# asinh coordinates are used if their linear information exceeds that of normal scores by this
+# number of nats.
 _BENT = 0.25
 # Largest fraction of samples of a reliable estimate whose class is too small for halves.
 _SMALL = 0.1
@@ -38,27 +46,35 @@ ESTIMATORS = ("entropies", "kraskov")
 class Estimate(Result):
     """Estimate in nats.
 
-    "entropies" resolves a strong relation only as far as it is linear between normal scores or asinh coordinates.
-    "kraskov" underestimates strong relations and many dimensions. Not every bias is detected.
+    "entropies" resolves a strong relation only as far as it is linear between normal scores or
+    asinh coordinates. "kraskov" underestimates strong relations and many dimensions. Not every bias
+    is detected.
 
     `reliable` is False in these cases:
 
-    - More than 1 % of the samples coincide with neighbours, or coordinates are linear functions of others.
-    - There are fewer than 2^d samples, with the d dimensions of both sides together (8^d for Kraskov's estimator), or
+    - More than 1 % of the samples coincide with neighbours, or coordinates are linear functions of
+    others.
+    - There are fewer than 2^d samples, with the d dimensions of both sides together (8^d for
+    Kraskov's estimator), or
       fewer than 8 k, too few to compare halves.
-    - The halves differ from the whole by more than three errors, or, if an information is above log(n) / 2, fall short
+    - The halves differ from the whole by more than three errors, or, if an information is above
+    log(n) / 2, fall short
       of it by more than two.
     - An information is more than three errors below zero.
-    - The nonlinear part of an information is above 2/3 log n, or Kraskov's estimate above 2/3 (log n - psi(k)).
-    - An information about labels is more than three errors above its value for perfectly separated classes.
+    - The nonlinear part of an information is above 2/3 log n, or Kraskov's estimate above 2/3 (log
+    n - psi(k)).
+    - An information about labels is more than three errors above its value for perfectly separated
+    classes.
     - A tenth of the samples belong to classes of fewer than 2 (k + 1).
-    - Kraskov's I(X; Z) is more than three errors from the estimate by entropies, or that is not reliable.
-    - Kraskov's estimator is used with labels, and classes have, on average over samples, fewer than 2^d samples.
+    - Kraskov's I(X; Z) is more than three errors from the estimate by entropies, or that is not
+    reliable.
+    - Kraskov's estimator is used with labels, and classes have, on average over samples, fewer than
+    2^d samples.
 
     Attributes:
         value: The estimate; NaN if it is not `reliable`.
-        error: Standard error of independent samples, without bias, from the samples' terms or, if larger, from up to
-            16 parts. For labels it is from terms, and at least H(Y) / n.
+        error: Standard error of independent samples, without bias, from the samples' terms or, if
+            larger, from up to 16 parts. For labels it is from terms, and at least H(Y) / n.
         reliable: True if no check finds a bias.
     """
 
@@ -73,23 +89,27 @@ class Estimate(Result):
 def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " k"]:
     """Return the shortest weights over neighbours that sum to 1 and cancel leading terms of the bias.
 
-    The terms are n^(-2 l / d), l = 1 ... floor(d / 4), with conditions sum_j w_j Gamma(j + 2 l / d) / Gamma(j) = 0.
-    Below 4 dimensions weights are equal.
+    The terms are n^(-2 l / d), l = 1 ... floor(d / 4), with conditions sum_j w_j Gamma(j + 2 l / d)
+    / Gamma(j) = 0. Below 4 dimensions weights are equal.
 
     Args:
         num_neighbours: Neighbours k, more than d / 4.
         dimension: Dimension d.
 
     References:
-        Berrett, Samworth and Yuan (2019), Efficient multivariate entropy estimation via k-nearest neighbour distances,
-        section 2.
+        Berrett, Samworth and Yuan (2019), Efficient multivariate entropy estimation via k-nearest
+        neighbour distances, section 2.
     """
     check_count("dimension", dimension, minimum=1)
     terms = np.arange(dimension // 4 + 1)
     if len(terms) > num_neighbours:
-        fail("num_neighbours", f"be at least {len(terms)} in {dimension} dimensions", num_neighbours)
+        fail(
+            "num_neighbours", f"be at least {len(terms)} in {dimension} dimensions", num_neighbours
+        )
     order = np.arange(1, num_neighbours + 1)
-    return np.linalg.pinv(np.exp(gammaln(order[None] + 2 * terms[:, None] / dimension) - gammaln(order)[None]))[:, 0]
+    return np.linalg.pinv(
+        np.exp(gammaln(order[None] + 2 * terms[:, None] / dimension) - gammaln(order)[None])
+    )[:, 0]
 
 
 @validated
@@ -97,8 +117,9 @@ def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " 
 def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Estimate:
     """Return the differential entropy in nats by the weighted Kozachenko-Leonenko estimator, in whitened coordinates.
 
-    H = (1 / n) sum_i sum_j w_j log(r_ij^d V_d (n - 1) / exp(psi(j))), with the distance r_ij of sample i to its j-th
-    neighbour among n in d dimensions, the volume V_d of the unit ball, and `entropy_weights` w_j.
+    H = (1 / n) sum_i sum_j w_j log(r_ij^d V_d (n - 1) / exp(psi(j))), with the distance r_ij of
+    sample i to its j-th neighbour among n in d dimensions, the volume V_d of the unit ball, and
+    `entropy_weights` w_j.
 
     Args:
         points: Samples, [n, d].
@@ -113,7 +134,10 @@ def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Est
     """
     check_neighbours(num_neighbours, len(points))
     white, logs = whitened(points[permutation(len(points))])
-    groups, terms = num_parts(len(white), num_neighbours), _entropy_terms(white, num_neighbours, block) + logs
+    groups, terms = (
+        num_parts(len(white), num_neighbours),
+        _entropy_terms(white, num_neighbours, block) + logs,
+    )
     return _estimate(terms, groups, enough=groups > 1 and len(white) >= 2 ** white.shape[1])
 
 
@@ -129,19 +153,22 @@ def information(
 ) -> Estimate:
     """Return the mutual information I(X; Z) of paired samples in nats.
 
-    Units, and increasing maps of a coordinate, affect only strong relations. An invertible relation has infinite
-    information: add a little noise to one side, and compare with shuffled pairs. Coordinates with few values need
-    `label_information`, gradients `smoothed_information`. Rows are taken as independent: of a time series pass rows
-    that are a few correlation times apart.
+    Units, and increasing maps of a coordinate, affect only strong relations. An invertible relation
+    has infinite information: add a little noise to one side, and compare with shuffled pairs.
+    Coordinates with few values need `label_information`, gradients `smoothed_information`. Rows are
+    taken as independent: of a time series pass rows that are a few correlation times apart.
 
     Args:
         x: Samples, [n, p].
         z: Samples, [n, d], converted to the dtype of x.
-        groups: Label of each sample's group, integers or text, if samples depend on each other, as copies of a stimulus
-            do. The result is the mean over up to 10 choices of one sample of each group, in turn, reliable if most are.
-        estimator: "entropies" for H(X) + H(Z) - H(X, Z), or "kraskov" for Kraskov's first estimator with the larger
-            Euclidean distance, with a smaller error in few dimensions and a bias in more. It computes both.
-        num_neighbours: Neighbours k. In 4 + 4 dimensions 10 or 20 in place of 5 reduce the error by a third or a half.
+        groups: Label of each sample's group, integers or text, if samples depend on each other, as
+            copies of a stimulus do. The result is the mean over up to 10 choices of one sample of
+            each group, in turn, reliable if most are.
+        estimator: "entropies" for H(X) + H(Z) - H(X, Z), or "kraskov" for Kraskov's first estimator
+            with the larger Euclidean distance, with a smaller error in few dimensions and a bias in
+            more. It computes both.
+        num_neighbours: Neighbours k. In 4 + 4 dimensions 10 or 20 in place of 5 reduce the error by
+            a third or a half.
         block: Samples compared at once.
 
     References:
@@ -156,14 +183,24 @@ def information(
         return _information(to_device(x), to_device(z), estimator, num_neighbours, block)
     choices = one_per_group(group_numbers(groups, len(x)), _CHOICES)
     if num_neighbours >= choices.shape[1]:
-        fail("groups", f"label more groups than `num_neighbours` ({num_neighbours})", f"{choices.shape[1]} groups")
-    return _mean_information(to_device(x), to_device(z), to_device(choices), estimator, num_neighbours, block)
+        fail(
+            "groups",
+            f"label more groups than `num_neighbours` ({num_neighbours})",
+            f"{choices.shape[1]} groups",
+        )
+    return _mean_information(
+        to_device(x), to_device(z), to_device(choices), estimator, num_neighbours, block
+    )
 
 
 @partial(jax.jit, static_argnames=("estimator", "count", "block"))
-def _mean_information(x: Array, z: Array, choices: Array, estimator: str, count: int, block: int) -> Estimate:
+def _mean_information(
+    x: Array, z: Array, choices: Array, estimator: str, count: int, block: int
+) -> Estimate:
     """Return the mean over choices [choices, groups] of samples."""
-    found = jax.lax.map(lambda rows: _information(x[rows], z[rows], estimator, count, block), choices)
+    found = jax.lax.map(
+        lambda rows: _information(x[rows], z[rows], estimator, count, block), choices
+    )
     kept = found.reliable
     mean = [jnp.mean(part, where=kept) for part in (found.value, found.error)]
     return _where(jnp.mean(kept) > 0.5, *mean)
@@ -173,16 +210,21 @@ def _mean_information(x: Array, z: Array, choices: Array, estimator: str, count:
 def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> Estimate:
     number, width = x.shape[0], x.shape[1] + z.shape[1]
     both = jnp.concatenate([x, z.astype(x.dtype)], 1)[permutation(number)]
-    ways = jax.vmap(partial(_coordinates, split=x.shape[1]))(jnp.stack([normal_scores(both), drawn_in(both)]))
+    ways = jax.vmap(partial(_coordinates, split=x.shape[1]))(
+        jnp.stack([normal_scores(both), drawn_in(both)])
+    )
     # Normal scores make a strong linear relation of several coordinates slightly nonlinear.
     straighter = (ways[3][1] < ways[3][0] - _BENT).astype(int)
     x, z, joint, linear = (way[straighter] for way in ways)
     # The log determinant is the information of the linear relation. Neighbours estimate the rest.
     parts = [_entropy_terms(points, count, block) for points in (x, z, joint)]
-    # The log determinants of the two sides cancel between their entropies and the linear information.
+    # The log determinants of the two sides cancel between their entropies and the linear
+    # information.
     terms = parts[0] + parts[1] - parts[2] - linear
     groups, most = num_parts(number, count), 2 / 3 * math.log(number)
-    beyond = _estimate(terms, groups, least=0.0, most=most - linear, enough=groups > 1 and number >= 2**width)
+    beyond = _estimate(
+        terms, groups, least=0.0, most=most - linear, enough=groups > 1 and number >= 2**width
+    )
     if estimator == "entropies":
         return beyond
     # The estimate is largest if only the k neighbours are within reach of both margins.
@@ -225,21 +267,24 @@ def label_information(
 ) -> Estimate:
     """Return the mutual information I(Z; Y) of samples and their classes.
 
-    Neighbours are found in coordinates in which classes, on average, are white, so units have no effect.
+    Neighbours are found in coordinates in which classes, on average, are white, so units have no
+    effect.
 
     Args:
         z: Samples, [n, d].
-        labels: Classes from 0, [n]. Every class that occurs needs more than `num_neighbours` samples. Traced labels
-            that are out of range, or of too small a class, give NaN and `reliable` False.
+        labels: Classes from 0, [n]. Every class that occurs needs more than `num_neighbours`
+            samples. Traced labels that are out of range, or of too small a class, give NaN and
+            `reliable` False.
         num_classes: Classes C.
-        estimator: "entropies" for H(Z) - sum_c (n_c / n) H(Z | c), or "kraskov" for the variant for one discrete
-            variable.
+        estimator: "entropies" for H(Z) - sum_c (n_c / n) H(Z | c), or "kraskov" for the variant for
+            one discrete variable.
         num_neighbours: Neighbours k.
         block: Samples compared at once.
 
     Returns:
-        The information in nats, at most the entropy H(Y) of the labels, which separated classes reach. A larger
-        estimate is replaced by H(Y) if class sizes and the error explain it, else by NaN.
+        The information in nats, at most the entropy H(Y) of the labels, which separated classes
+        reach. A larger estimate is replaced by H(Y) if class sizes and the error explain it, else
+        by NaN.
 
     References:
         Ross (2014), Mutual information between discrete and continuous data sets.
@@ -253,11 +298,15 @@ def label_information(
         if len(small):
             wanted = f"have more than {num_neighbours} samples of every class"
             fail("labels", wanted, f"{sizes[small[0]]} of class {small[0]}")
-    return _label_information(to_device(z), to_device(labels), num_classes, estimator, num_neighbours, block)
+    return _label_information(
+        to_device(z), to_device(labels), num_classes, estimator, num_neighbours, block
+    )
 
 
 @partial(jax.jit, static_argnames=("classes", "estimator", "count", "block"))
-def _label_information(z: Array, labels: Array, classes: int, estimator: str, count: int, block: int) -> Estimate:
+def _label_information(
+    z: Array, labels: Array, classes: int, estimator: str, count: int, block: int
+) -> Estimate:
     # Every other sample in the order of classes, so that both halves hold every class.
     number, order = z.shape[0], jnp.asarray(permutation(z.shape[0]))
     order = order[jnp.argsort(labels[order], stable=True)]
@@ -270,14 +319,17 @@ def _label_information(z: Array, labels: Array, classes: int, estimator: str, co
     own = jnp.stack([jnp.sum(halves, 0)[labels], jnp.sum(half * halves[:, labels].T, 1)])
     total = part_sizes(number, 2, z.dtype)
     squares = smallest(z, labels, count, block, squared, 2)
-    # A term with equal weights is largest if the neighbours in the class are the neighbours in all samples.
+    # A term with equal weights is largest if the neighbours in the class are the neighbours in all
+    # samples.
     if estimator == "entropies":
         everything = smallest(z, None, count, block, squared, 2)
         terms = _level_terms(everything, z.shape[1], total) - _level_terms(squares, z.shape[1], own)
         most = jnp.log((total[0] - 1) / (own[0] - 1))
     else:
         radius = squares[:, :, -1]
-        near = closer(z, radius, block, 2).astype(z.dtype) + 1  # the class's k-th, on the rim, counts
+        near = (
+            closer(z, radius, block, 2).astype(z.dtype) + 1
+        )  # the class's k-th, on the rim, counts
         terms = digamma(total) - digamma(own)
         most = terms[0]
         terms = terms + digamma(jnp.asarray(count, z.dtype)) - digamma(near)
@@ -286,7 +338,8 @@ def _label_information(z: Array, labels: Array, classes: int, estimator: str, co
     enough = 2 ** z.shape[1] <= (number if estimator == "entropies" else jnp.mean(own[0]))
     whole = _estimate(terms[:1], least=0.0, enough=enough)
     held = jnp.log(total / own)
-    # If all terms are equal their deviation is zero, although one more sample could change the estimate.
+    # If all terms are equal their deviation is zero, although one more sample could change the
+    # estimate.
     error = jnp.maximum(whole.error, jnp.mean(held[0]) / number)
     known = own[1] > count  # a half of the class has neighbours enough
     values = jnp.minimum(*(jnp.mean(level, 1, where=known) for level in (terms, held)))
@@ -325,19 +378,26 @@ def _level_terms(squares: Array, width: int, sizes: Array) -> Array:
 
 
 def _estimate(
-    terms: Array, groups: int = 1, *, least: float = -math.inf, most: float | Array = math.inf, enough: bool | Array
+    terms: Array,
+    groups: int = 1,
+    *,
+    least: float = -math.inf,
+    most: float | Array = math.inf,
+    enough: bool | Array,
 ) -> Estimate:
     """Return the estimate from terms [levels, n], reliable below `most` and above `least` less three errors."""
     number = terms.shape[1]
     value, error = jnp.mean(terms[0]), jnp.std(terms[0]) / number**0.5
     reliable = jnp.isfinite(value) & (value < most) & enough
     if groups > 1:
-        # Terms of neighbouring samples depend on each other, so parts may vary more than the terms suggest.
+        # Terms of neighbouring samples depend on each other, so parts may vary more than the terms
+        # suggest.
         group = np.arange(number) % groups
         parts = jnp.zeros(groups, terms.dtype).at[group].add(terms[-1]) / np.bincount(group)
         error = jnp.maximum(error, jnp.std(parts, ddof=1) / groups**0.5)
         growth = value - jnp.mean(terms[1])
-        # Twice the samples add log 2 to the infinite information of a relation without noise, hardly three errors.
+        # Twice the samples add log 2 to the infinite information of a relation without noise,
+        # hardly three errors.
         large = (growth > 0) & (value > 0.5 * math.log(number)) & math.isfinite(least)
         reliable = reliable & (jnp.abs(growth) <= jnp.where(large, 2, 3) * error)
     return _where(reliable & (value >= least - 3 * error), value, error)

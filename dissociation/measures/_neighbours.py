@@ -25,7 +25,8 @@ def check_neighbours(num_neighbours: int, number: int) -> None:
 
 def squared(a: Array, b: Array) -> Array:
     """Return |a_i - b_j|^2, summed coordinate by coordinate."""
-    # Products would lose the digits of small distances, and all differences at once would take an array [i, j, d].
+    # Products would lose the digits of small distances, and all differences at once would take an
+    # array [i, j, d].
     total = jnp.zeros((a.shape[0], b.shape[0]), a.dtype)
     for index in range(a.shape[1]):
         total = total + (a[:, index, None] - b[None, :, index]) ** 2
@@ -45,24 +46,35 @@ def strides(groups: int) -> tuple[int, ...]:
 def part_sizes(number: int, groups: int, dtype: jnp.dtype) -> Array:
     """Return the sizes of the parts of every sample, [levels, n]."""
     index = np.arange(number)
-    return jnp.asarray([(number - 1 - index % stride) // stride + 1 for stride in strides(groups)], dtype)
+    return jnp.asarray(
+        [(number - 1 - index % stride) // stride + 1 for stride in strides(groups)], dtype
+    )
 
 
 def smallest(
-    points: Array, labels: Array | None, count: int, block: int, distance: Callable[[Array, Array], Array], groups: int
+    points: Array,
+    labels: Array | None,
+    count: int,
+    block: int,
+    distance: Callable[[Array, Array], Array],
+    groups: int,
 ) -> Array:
     """Return the `count` smallest distances of every point to others of its label or inf, [levels, n, count]."""
     number = points.shape[0]
     longest = -(-number // groups)
     blocks = -(-longest // check_count("block", block, minimum=1))
-    # Points are ordered by group, with groups of the first half first, so that halves and groups are slices.
+    # Points are ordered by group, with groups of the first half first, so that halves and groups
+    # are slices.
     rows = _by_group(number, groups, -(-longest // blocks) * blocks).reshape(groups * blocks, -1)
     columns = _by_group(number, groups, -(-max(longest, count) // _MULTIPLE) * _MULTIPLE)
-    # Padding is so far away that its distances are infinite and its differences finite: 0 times infinity is NaN.
+    # Padding is so far away that its distances are infinite and its differences finite: 0 times
+    # infinity is NaN.
     far = 2 * float(jnp.finfo(points.dtype).max) ** 0.5
     others = jnp.where(columns[:, None] < number, points[columns % number], far)
     # Index of the half, and of the group, of each block of rows.
-    places = [np.repeat(np.arange(stride), rows.shape[0] // stride) for stride in strides(groups)[1:]]
+    places = [
+        np.repeat(np.arange(stride), rows.shape[0] // stride) for stride in strides(groups)[1:]
+    ]
 
     def some(part: tuple[Array, Array, list[Array]]) -> Array:
         row, index, place = part
@@ -73,7 +85,9 @@ def smallest(
         levels = [_least(values, count)]
         for stride, which in zip(strides(groups)[1:], place, strict=True):
             own = values.reshape(row.shape[0], stride, -1)
-            levels.append(_least(jax.lax.dynamic_index_in_dim(own, which, 1, keepdims=False), count))
+            levels.append(
+                _least(jax.lax.dynamic_index_in_dim(own, which, 1, keepdims=False), count)
+            )
         return jnp.stack(levels)
 
     squares = jax.lax.map(some, jax.tree.map(jnp.asarray, (rows, rows % number, places)))
@@ -93,7 +107,8 @@ def _least(values: Array, count: int) -> Array:
     length = min(1 << int(math.log2(max(columns / count, 1)) / 2), _MULTIPLE)
     if columns // length > count:
         grouped = values.reshape(rows, -1, length)
-        # The smallest entries lie in the groups with the smallest minima, so the sort has few candidates.
+        # The smallest entries lie in the groups with the smallest minima, so the sort has few
+        # candidates.
         chosen = jax.lax.top_k(-jnp.min(grouped, 2), count)[1]
         values = jnp.take_along_axis(grouped, chosen[:, :, None], 1).reshape(rows, -1)
     return -jax.lax.top_k(-values, count)[0]
@@ -119,7 +134,11 @@ def closer(points: Array, radius: Array, block: int, groups: int) -> Array:
         point, limits, row = part
         squares = jnp.where(row[:, None] != index[None], squared(point, points), jnp.inf)
         levels = [
-            jnp.sum((squares < limits[:, level, None]) & (row[:, None] % stride == index[None] % stride), 1)
+            jnp.sum(
+                (squares < limits[:, level, None])
+                & (row[:, None] % stride == index[None] % stride),
+                1,
+            )
             for level, stride in enumerate(strides(groups))
         ]
         return jnp.stack(levels, 1)

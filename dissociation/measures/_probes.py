@@ -56,12 +56,14 @@ def linear_probe(
 ) -> Float[Array, "n classes"]:
     """Return held-out class probabilities of a converged softmax probe.
 
-    For every fold f, with features x~ standardised by the mean and deviation of its training part T_f,
+    For every fold f, with features x~ standardised by the mean and deviation of its training part
+    T_f,
 
         minimise  sum_{i in T_f} -log softmax(W^T x~_i + b)[y_i]  +  ridge / 2 ||W||^2.
 
-    `ridge` is `1 / C` of `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes), and r m for a penalty r
-    on the *mean* loss of m training samples. Larger values suit noisy labels and fewer samples than features.
+    `ridge` is `1 / C` of `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes), and r
+    m for a penalty r on the *mean* loss of m training samples. Larger values suit noisy labels and
+    fewer samples than features.
 
     Args:
         x: Features, which `jax.vmap` or `eqx.filter_vmap` may map over members.
@@ -69,21 +71,25 @@ def linear_probe(
         num_splits: Folds, from 2 to n.
         ridge: Positive penalty on the weights; traced. The intercept is not penalised.
         folds: One of `FOLDS`.
-        groups: Label of each sample's group, integers or text, if samples depend on each other, as copies of a stimulus
-            do. Folds hold whole groups, stratified by the class of a group's first sample.
-        key: Random key that shuffles samples before they are distributed. Results keep the given order.
-        num_samples: Leading samples in use, at the cost of all n; traced. Later rows of the result are zero.
-        tol: Bound of the `gap` of `SoftmaxFit`; default 1e-5 in float32 and 1e-9 in float64. Probabilities err by its
-            square root.
+        groups: Label of each sample's group, integers or text, if samples depend on each other, as
+            copies of a stimulus do. Folds hold whole groups, stratified by the class of a group's
+            first sample.
+        key: Random key that shuffles samples before they are distributed. Results keep the given
+            order.
+        num_samples: Leading samples in use, at the cost of all n; traced. Later rows of the result
+            are zero.
+        tol: Bound of the `gap` of `SoftmaxFit`; default 1e-5 in float32 and 1e-9 in float64.
+            Probabilities err by its square root.
         max_steps: Largest number of solver steps.
 
     Returns:
-        Probabilities in [0, 1] that sum to one in each row, from the fold without the sample. Rows of a fold that did
-        not converge are NaN (with `argmax` 0), with a `RuntimeWarning` unless the call is traced.
+        Probabilities in [0, 1] that sum to one in each row, from the fold without the sample. Rows
+        of a fold that did not converge are NaN (with `argmax` 0), with a `RuntimeWarning` unless
+        the call is traced.
 
     Raises:
-        ValueError: If shapes disagree, `y` is not one-hot, `ridge` or `tol` is not positive, or there are too few
-            samples for the folds.
+        ValueError: If shapes disagree, `y` is not one-hot, `ridge` or `tol` is not positive, or
+            there are too few samples for the folds.
         TypeError: If `num_splits` is not a Python integer.
 
     References:
@@ -96,9 +102,14 @@ def linear_probe(
     fit, ids = _converged(x, y, num_splits, ridge, folds, groups, key, num_samples, tol, max_steps)
     if not is_traced(fit.converged) and not np.all(fit.converged):
         number, gap = int(np.sum(~np.asarray(fit.converged))), float(jnp.max(fit.gap))
-        advice = "Raise `ridge`, `tol` or `max_steps`" if np.isfinite(gap) else "Is `x` finite, and not too large?"
+        advice = (
+            "Raise `ridge`, `tol` or `max_steps`"
+            if np.isfinite(gap)
+            else "Is `x` finite, and not too large?"
+        )
         warn(
-            f"{number} of {fit.converged.size} folds did not converge in {int(fit.iterations)} steps (gap up to "
+            f"{number} of {fit.converged.size} folds did not converge in {int(fit.iterations)} "
+            "steps (gap up to "
             f"{gap:.1e}): their probabilities are NaN. {advice}"
         )
     # Samples in no fold are beyond the last one, and keep their zeros.
@@ -121,10 +132,11 @@ def linear_probe_fit(
 ) -> SoftmaxFit:
     """Return the probe of `linear_probe` with its coefficients and the solver's record.
 
-    L-BFGS stops by `gap`, from f - f* <= ||g||^2 / (2 ridge), a bound if the intercept were penalised, too.
+    L-BFGS stops by `gap`, from f - f* <= ||g||^2 / (2 ridge), a bound if the intercept were
+    penalised, too.
 
-    Arguments and errors are those of `linear_probe`. `probabilities` of a fold that is not `converged` are
-    those of its last step.
+    Arguments and errors are those of `linear_probe`. `probabilities` of a fold that is not
+    `converged` are those of its last step.
 
     References:
         Nocedal and Wright (2006), Numerical Optimization, algorithm 7.4.
@@ -132,7 +144,9 @@ def linear_probe_fit(
     return _converged(x, y, num_splits, ridge, folds, groups, key, num_samples, tol, max_steps)[0]
 
 
-def _converged(x, y, num_splits, ridge, folds, groups, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
+def _converged(
+    x, y, num_splits, ridge, folds, groups, key, num_samples, tol, max_steps
+) -> tuple[SoftmaxFit, Array]:
     """Return the fit, and the fold of every sample."""
     x, y, groups, count = _prepare(x, y, groups, num_splits, num_samples, folds)
     # Without a penalty the minimum for separable data is at infinity.
@@ -142,7 +156,18 @@ def _converged(x, y, num_splits, ridge, folds, groups, key, num_samples, tol, ma
     check_positive("tol", tol)
     check_count("max_steps", max_steps, minimum=1)
     scalars = jnp.asarray(ridge, x.dtype), jnp.asarray(tol, x.dtype)
-    return _in_turn(minimise, x, y, groups, count, key, *scalars, num_splits=num_splits, folds=folds, limit=max_steps)
+    return _in_turn(
+        minimise,
+        x,
+        y,
+        groups,
+        count,
+        key,
+        *scalars,
+        num_splits=num_splits,
+        folds=folds,
+        limit=max_steps,
+    )
 
 
 @validated
@@ -160,9 +185,10 @@ def gradient_probe(
 ) -> Float[Array, "n classes"]:
     """Return held-out class probabilities of a softmax probe after a fixed number of gradient steps.
 
-    Weights start at zero and follow the gradient of the *mean* training loss on raw features, without a penalty. Steps
-    below 2 / L are stable, L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i = [x_i, 1], summed over all samples in use,
-    with m_f training samples. To compare representations at one learning rate, pass their smallest 1 / L.
+    Weights start at zero and follow the gradient of the *mean* training loss on raw features,
+    without a penalty. Steps below 2 / L are stable, L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i
+    = [x_i, 1], summed over all samples in use, with m_f training samples. To compare
+    representations at one learning rate, pass their smallest 1 / L.
 
     The result and errors are those of `linear_probe`.
 
@@ -171,8 +197,8 @@ def gradient_probe(
         y: One-hot labels.
         num_splits: Folds, from 2 to n.
         num_steps: Steps; traced.
-        step_size: Step of all folds for the mean loss; traced; default 1 / L of each fold. Known steps above 2 / L of
-            all samples warn.
+        step_size: Step of all folds for the mean loss; traced; default 1 / L of each fold. Known
+            steps above 2 / L of all samples warn.
         folds: One of `FOLDS`.
         groups: Label of each sample's group, as in `linear_probe`.
         key: Random key that shuffles samples before they are distributed.
@@ -184,14 +210,23 @@ def gradient_probe(
     x, y, groups, count = _prepare(x, y, groups, num_splits, num_samples, folds)
     _check_descent(x, count, num_steps, step_size)
     # For a size of 0 `descend_fixed` takes 1 / L of each fold.
-    scalars = jnp.asarray(num_steps, jnp.int32), jnp.asarray(0.0 if step_size is None else step_size, x.dtype)
-    return _in_turn(descend_fixed, x, y, groups, count, key, *scalars, num_splits=num_splits, folds=folds)[0]
+    scalars = (
+        jnp.asarray(num_steps, jnp.int32),
+        jnp.asarray(0.0 if step_size is None else step_size, x.dtype),
+    )
+    return _in_turn(
+        descend_fixed, x, y, groups, count, key, *scalars, num_splits=num_splits, folds=folds
+    )[0]
 
 
 @jax.jit
 def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
     """Return the step 1 / L of `gradient_probe` for all of `x`. Steps below twice this are stable."""
-    return 2.0 * x.shape[0] / largest_eigenvalue(jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1))
+    return (
+        2.0
+        * x.shape[0]
+        / largest_eigenvalue(jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1))
+    )
 
 
 def _check_descent(x: Array, count: Count, num_steps: Count, step_size: Scalar | None) -> None:
@@ -208,7 +243,12 @@ def _check_descent(x: Array, count: Count, num_steps: Count, step_size: Scalar |
 
 
 def _prepare(
-    x: Array | np.ndarray, y: Array | np.ndarray, groups: Any, num_splits: int, num_samples: Count | None, folds: str
+    x: Array | np.ndarray,
+    y: Array | np.ndarray,
+    groups: Any,
+    num_splits: int,
+    num_samples: Count | None,
+    folds: str,
 ) -> tuple[Array, Array, Array | None, Array]:
     """Return the checked arrays, the group of each sample, and the number of samples in use."""
     size = x.shape[0]
@@ -223,7 +263,11 @@ def _prepare(
     if num_samples is None:
         num_samples = size
     elif not is_traced(num_samples) and not num_splits <= int(num_samples) <= size:
-        fail("num_samples", f"lie between `num_splits` ({num_splits}) and the length of `x` ({size})", num_samples)
+        fail(
+            "num_samples",
+            f"lie between `num_splits` ({num_splits}) and the length of `x` ({size})",
+            num_samples,
+        )
     if groups is not None and not any(map(is_traced, (groups, num_samples))):
         _check_groups(groups, int(np.asarray(num_samples)), num_splits)
     features = no_derivative(x, "A cross-validated probe, as a function of its features,")
@@ -247,11 +291,15 @@ def _check_groups(groups: Array, count: int, num_splits: int) -> None:
 
 # Jitted here because single operations at a new length would compile dozens of programs.
 @partial(jax.jit, static_argnames=("solver", "num_splits", "folds", "limit"))
-def _in_turn(solver, x, y, groups, count, key, *scalars, num_splits: int, folds: str, **options) -> tuple[Any, Array]:
+def _in_turn(
+    solver, x, y, groups, count, key, *scalars, num_splits: int, folds: str, **options
+) -> tuple[Any, Array]:
     """Return what the solver returns, and the fold of every sample."""
     ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds, groups)
     # Mapped members are solved sequentially, each with its number of iterations.
-    return sequential_vmap(partial(solver, num_splits=num_splits, **options))(x, y, ids, *scalars), ids
+    return sequential_vmap(partial(solver, num_splits=num_splits, **options))(
+        x, y, ids, *scalars
+    ), ids
 
 
 @validated
@@ -272,18 +320,20 @@ def transfer_errors(
 ) -> Float[Array, " budgets"]:
     """Return the cross-validated error of a probe on int(p n) samples, for every fraction p.
 
-    Each budget contains all smaller ones. Budgets of similar size share one of up to `num_buckets` compiled solvers.
+    Each budget contains all smaller ones. Budgets of similar size share one of up to `num_buckets`
+    compiled solvers.
 
     Args:
         features: Representation of the samples.
         labels: Classes [n], or one-hot [n, classes].
-        key: Random key of the order of samples, the same for representations to be compared. None keeps the order of
-            rows, the first of which must hold every class.
-        fractions: Budgets as fractions of n in (0, 1], in any order, of at least `num_splits` samples.
+        key: Random key of the order of samples, the same for representations to be compared. None
+            keeps the order of rows, the first of which must hold every class.
+        fractions: Budgets as fractions of n in (0, 1], in any order, of at least `num_splits`
+            samples.
         num_splits: Folds of the cross-validation.
         folds: "stratified" or "contiguous".
-        groups: Label of each sample's group, as in `linear_probe`. A `key` shuffles groups, so that budgets
-            hold whole groups but for the last one.
+        groups: Label of each sample's group, as in `linear_probe`. A `key` shuffles groups, so that
+            budgets hold whole groups but for the last one.
         probe: "converged" for `linear_probe`, "gradient" for `gradient_probe`.
         ridge: Penalty of the converged probe.
         num_steps: Steps of the gradient probe.
@@ -291,8 +341,8 @@ def transfer_errors(
         num_buckets: Number of compiled solvers. More take longer to compile and less to run.
 
     Returns:
-        1 - accuracy per fraction, in [0, 1]; NaN for a budget with a fold that did not converge, with a
-        `RuntimeWarning` unless the call is traced.
+        1 - accuracy per fraction, in [0, 1]; NaN for a budget with a fold that did not converge,
+        with a `RuntimeWarning` unless the call is traced.
     """
     check_choice("probe", probe, ("converged", "gradient"))
     check_count("num_buckets", num_buckets, minimum=1)
@@ -305,7 +355,9 @@ def transfer_errors(
         _check_descent(x, size, num_steps, step_size)
         solver, options = gradient_probe, {"num_steps": num_steps, "step_size": step_size}
     # As arrays, because a program is compiled for each Python number.
-    predict = eqx.Partial(solver, num_splits=num_splits, folds=folds, **jax.tree.map(jnp.asarray, options))
+    predict = eqx.Partial(
+        solver, num_splits=num_splits, folds=folds, **jax.tree.map(jnp.asarray, options)
+    )
     counts = [_budget(fraction, size, num_splits) for fraction in fractions]
     if not counts:
         fail("fractions", "name at least one budget", fractions)
@@ -315,8 +367,15 @@ def transfer_errors(
         known = np.asarray(labels)
         missing = np.flatnonzero(np.any(known, 0) & ~np.any(known[: min(counts)], 0))
         if len(missing):
-            wanted = f"hold every class in the first {min(counts)} rows, which are the smallest budget"
-            fail("labels", wanted, f"none of class {missing[0]}", "Pass a `key`, which draws budgets from all rows")
+            wanted = (
+                f"hold every class in the first {min(counts)} rows, which are the smallest budget"
+            )
+            fail(
+                "labels",
+                wanted,
+                f"none of class {missing[0]}",
+                "Pass a `key`, which draws budgets from all rows",
+            )
 
     if numbers is not None and not is_traced(numbers):
         _check_groups(numbers, min(counts), num_splits)
@@ -324,13 +383,19 @@ def transfer_errors(
     errors = []
     for _, group in groupby(order, key=lambda i: ceil(counts[i] * num_buckets / size)):
         members = [counts[i] for i in group]
-        # The solver runs on the rows of the group's largest budget, and masks those beyond each smaller one.
-        errors.append(_errors(predict, x, y, numbers, members[-1], to_device(np.array(members), jnp.int32)))
+        # The solver runs on the rows of the group's largest budget, and masks those beyond each
+        # smaller one.
+        errors.append(
+            _errors(predict, x, y, numbers, members[-1], to_device(np.array(members), jnp.int32))
+        )
     ordered = jnp.concatenate(errors)[np.argsort(order)]
     if not is_traced(ordered) and np.any(np.isnan(ordered)):
         number = int(np.sum(np.isnan(ordered)))
         advice = "Raise `ridge`." if probe == "converged" else "Lower `step_size`."
-        warn(f"a probe did not converge in {number} of {len(counts)} budgets: their errors are NaN. {advice}")
+        warn(
+            f"a probe did not converge in {number} of {len(counts)} budgets: their errors are "
+            f"NaN. {advice}"
+        )
     return ordered
 
 
@@ -346,20 +411,29 @@ def _budget(fraction: float, size: int, num_splits: int) -> int:
 
 
 @jax.jit
-def _shuffled(key: PRNGKey, features: Array, labels: Array, groups: Array | None) -> tuple[Array, Array, Array | None]:
+def _shuffled(
+    key: PRNGKey, features: Array, labels: Array, groups: Array | None
+) -> tuple[Array, Array, Array | None]:
     """Return samples in another order; groups stay together, and are numbered by the place of their first sample."""
     order = jax.random.permutation(key, len(features))
     if groups is None:
         return features[order], labels[order], None
     order = jnp.argsort(jnp.argsort(order)[groups], stable=True)  # by a random place of each group
     numbers = groups[order]
-    place = jax.ops.segment_min(jnp.arange(len(order), dtype=numbers.dtype), numbers, num_segments=len(order))
+    place = jax.ops.segment_min(
+        jnp.arange(len(order), dtype=numbers.dtype), numbers, num_segments=len(order)
+    )
     return features[order], labels[order], place[numbers]
 
 
 @eqx.filter_jit
 def _errors(
-    predict: eqx.Partial, features: Array, labels: Array, groups: Array | None, largest: int, counts: Array
+    predict: eqx.Partial,
+    features: Array,
+    labels: Array,
+    groups: Array | None,
+    largest: int,
+    counts: Array,
 ) -> Array:
     """Return the errors of a probe on the first `counts[i]` samples for every i, at most `largest`, sequentially."""
     x, y = features[:largest], labels[:largest]

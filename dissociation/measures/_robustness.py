@@ -30,7 +30,8 @@ def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -
         labels: Classes [samples], or one-hot [samples, classes].
 
     Returns:
-        Error rate from 0 to 1; NaN without samples, or if the largest logit of a sample is not finite.
+        Error rate from 0 to 1; NaN without samples, or if the largest logit of a sample is not
+        finite.
 
     Example:
         >>> error_rate(jnp.array([[2.0, 1.0], [0.0, 3.0]]), jnp.array([[1.0, 0.0], [1.0, 0.0]]))
@@ -53,19 +54,22 @@ def input_noise_error(
 ) -> Float[Array, " scales"]:
     """Return the error rate on `images + scale * noise`, for every scale.
 
-    All scales share one draw of the noise. If models share it too, their curves differ only by the models.
+    All scales share one draw of the noise. If models share it too, their curves differ only by the
+    models.
 
     Args:
-        model: Function from one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
+        model: Function from one image, of any shape, to logits [classes], or a pair (model, state);
+            in inference mode.
         images: Images, [samples, ...].
         labels: Classes [samples], or one-hot [samples, classes].
         scales: Non-negative noise scales in units of `images`, [scales].
         noise: Noise in the shape of `images`, usually standard normal.
-        scales_per_batch: Scales evaluated at once; 1 takes the least memory and is fastest on a CPU; None takes all.
+        scales_per_batch: Scales evaluated at once; 1 takes the least memory and is fastest on a
+            CPU; None takes all.
 
     Returns:
-        Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that names the scales
-        unless the call is traced.
+        Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that
+        names the scales unless the call is traced.
     """
     checks.check_non_negative("scales", scales)
     _check_outputs(model, images, labels)
@@ -96,7 +100,8 @@ def parameter_noise_error(
         images: Images, [samples, ...].
         labels: Classes [samples], or one-hot [samples, classes].
         scales: Non-negative noise scales in units of the parameters, [scales].
-        noise: A PyTree like `model` with a draw, or None, per parameter, from `rewrites.parameter_noise`.
+        noise: A PyTree like `model` with a draw, or None, per parameter, from
+            `rewrites.parameter_noise`.
         scales_per_batch: Scales evaluated at once; None for all.
     """
     checks.check_non_negative("scales", scales)
@@ -105,14 +110,22 @@ def parameter_noise_error(
     images = to_device(images)
     with jax.default_matmul_precision("highest"):
         still, tail = _apply_first_layer(model, images)
-        moving, tail_noise = (jnp.zeros(()), noise) if still is images else _apply_first_layer(noise, images)
-    return _over_scales(scales, scales_per_batch, still, moving, tail, tail_noise, to_device(labels))
+        moving, tail_noise = (
+            (jnp.zeros(()), noise) if still is images else _apply_first_layer(noise, images)
+        )
+    return _over_scales(
+        scales, scales_per_batch, still, moving, tail, tail_noise, to_device(labels)
+    )
 
 
-def _at_scale(scale: Array, still: Array, moving: Array, tail: Any, tail_noise: Any, labels: Array) -> Array:
+def _at_scale(
+    scale: Array, still: Array, moving: Array, tail: Any, tail_noise: Any, labels: Array
+) -> Array:
     """Return the error rate of a network moved along `tail_noise` on inputs moved along `moving`."""
     if tail_noise is not None:
-        noisy = jax.tree.map(lambda parameter, draw: parameter + scale * draw, parameters_in(tail), tail_noise)
+        noisy = jax.tree.map(
+            lambda parameter, draw: parameter + scale * draw, parameters_in(tail), tail_noise
+        )
         tail = eqx.combine(noisy, tail)
     return error_rate(jax.vmap(partial(called, tail))(still + scale * moving), labels)
 
@@ -123,7 +136,10 @@ def _over_scales(scales: Any, batch_size: int | None, *fixed: Any) -> Array:
     with jax.default_matmul_precision("highest"):
         errors = mapped(to_device(scales), *fixed)
     if not checks.is_traced(errors) and (bad := np.isnan(errors)).any():
-        checks.warn(f"`model` gives outputs that are not finite, and so no error rate, at `scales` {scales[bad]}")
+        checks.warn(
+            "`model` gives outputs that are not finite, and so no error rate, at `scales` "
+            f"{scales[bad]}"
+        )
     return errors
 
 
@@ -131,10 +147,18 @@ def _check_outputs(model: Any, images: Any, labels: Any) -> None:
     output = checks.check_model("model", function_of("model", model), images[0])
     if output.ndim == 1 and output.shape[0] > labels.shape[1]:
         classes = output.shape[0]
-        advice = f"If they are integers without the last class, pass jax.nn.one_hot(labels, {classes})"
-        checks.fail("labels", f"have {classes} classes, as `model` gives outputs", labels.shape[1], advice)
+        advice = (
+            f"If they are integers without the last class, pass jax.nn.one_hot(labels, {classes})"
+        )
+        checks.fail(
+            "labels", f"have {classes} classes, as `model` gives outputs", labels.shape[1], advice
+        )
     if output.shape != labels.shape[1:]:
-        checks.fail("model", f"give an output for each of the {labels.shape[1]} classes", f"shape {output.shape}")
+        checks.fail(
+            "model",
+            f"give an output for each of the {labels.shape[1]} classes",
+            f"shape {output.shape}",
+        )
 
 
 @jax.jit

@@ -28,8 +28,9 @@ class SmoothedInformation(Result):
         zx: I(T; X), from 0 to log n; a bound with the methods "upper" and "lower".
         zy: I(T; Y), from 0 to H(Y); an estimate with every method.
         zx_given_y: I(T; X | Y) = zx - zy, a bound if zx is one.
-        saturated: True if the values are NaN, because zx is within 1 % of log n, or features exceed the noise so far
-            (in float32 about 1000 times) that their rounding matters: use x64, or standardise.
+        saturated: True if the values are NaN, because zx is within 1 % of log n, or features exceed
+            the noise so far (in float32 about 1000 times) that their rounding matters: use x64, or
+            standardise.
     """
 
     zx: Float[Array, ""]
@@ -56,7 +57,9 @@ def _log_mixtures(
         square = jnp.sum(point**2, 1)[:, None] + lengths[None] - 2 * product(point, centres.T)
         logs = -jnp.maximum(square, 0.0) / scale
         same = owner[:, None] == labels[None]
-        within = jax.nn.logsumexp(jnp.where(same, logs, -jnp.inf), axis=1) - jnp.log(jnp.sum(same, 1))
+        within = jax.nn.logsumexp(jnp.where(same, logs, -jnp.inf), axis=1) - jnp.log(
+            jnp.sum(same, 1)
+        )
         return jax.nn.logsumexp(logs, axis=1) - jnp.log(logs.shape[1]), within
 
     return in_blocks(some, (points, owners), block)
@@ -77,7 +80,8 @@ def smoothed_information(
 
     T = Z + N(0, s^2 I) is a mixture of one Gaussian per sample, with finite entropy h:
 
-        I(T; X) = h(T) - h(N),    I(T; Y) = h(T) - sum_c p_c h(T | Y = c),    I(T; X | Y) = I(T; X) - I(T; Y).
+        I(T; X) = h(T) - h(N),    I(T; Y) = h(T) - sum_c p_c h(T | Y = c),    I(T; X | Y) = I(T; X)
+        - I(T; Y).
 
     Without noise, I(X; Z) of a deterministic network is infinite, log n for n samples.
 
@@ -101,23 +105,36 @@ def smoothed_information(
     if method == "monte_carlo" and key is None:
         fail("key", "be given for 'monte_carlo'", "None")
     features = to_device(features)
-    return _smoothed(features, to_device(labels), to_device(noise, features.dtype), key, method, draws, block)
+    return _smoothed(
+        features, to_device(labels), to_device(noise, features.dtype), key, method, draws, block
+    )
 
 
 @partial(jax.jit, static_argnames=("method", "draws", "block"))
 def _smoothed(
-    features: Array, labels: Array, noise: Array, key: PRNGKey | None, method: str, draws: int, block: int
+    features: Array,
+    labels: Array,
+    noise: Array,
+    key: PRNGKey | None,
+    method: str,
+    draws: int,
+    block: int,
 ) -> SmoothedInformation:
     number, width = features.shape
     points, owners, offset = features, labels, 0.0
     if key is not None and method == "monte_carlo":
         kicks = jax.random.normal(key, (draws, *features.shape), features.dtype)
-        points, owners = (features[None] + noise * kicks).reshape(-1, width), jnp.tile(labels, draws)
+        points, owners = (
+            (features[None] + noise * kicks).reshape(-1, width),
+            jnp.tile(labels, draws),
+        )
         offset = 0.5 * width  # E |t - z|^2 / (2 s^2) from the Gaussian's own centre
     scale = (8 if method == "lower" else 2) * noise**2
     whole, within = _log_mixtures(points, owners, features, labels, scale, block)
     zx, zy = -jnp.mean(whole) - offset, jnp.mean(within - whole)
     longest = jnp.max(jnp.sum((features - jnp.mean(features, 0)[None]) ** 2, 1))
-    saturated = (zx > 0.99 * jnp.log(number)) | (jnp.finfo(features.dtype).eps * longest > 0.1 * noise**2)
+    saturated = (zx > 0.99 * jnp.log(number)) | (
+        jnp.finfo(features.dtype).eps * longest > 0.1 * noise**2
+    )
     zx, zy = (jnp.where(saturated, jnp.nan, value) for value in (zx, zy))
     return SmoothedInformation(zx, zy, zx - zy, saturated)

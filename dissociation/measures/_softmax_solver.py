@@ -20,12 +20,15 @@ class SoftmaxFit(NamedTuple):
     """Converged softmax probes of all folds.
 
     Attributes:
-        probabilities: Held-out class probabilities in the order of the samples, zero past `num_samples`.
-        coefficients: Matrices per fold for raw features: logits are `x @ coefficients[f] + intercepts[f]`.
+        probabilities: Held-out class probabilities in the order of the samples, zero past
+            `num_samples`.
+        coefficients: Matrices per fold for raw features: logits are `x @ coefficients[f] +
+            intercepts[f]`.
         intercepts: Intercepts per fold, minus infinity for classes that the training part lacks.
         losses: Minimised objective per fold, with the penalty.
         gradient_norm: Norm of the objective's gradient per fold, in standardised coordinates.
-        gap: `gradient_norm**2 / (2 * ridge * loss)` per fold, usually at least (loss - minimum) / loss.
+        gap: `gradient_norm**2 / (2 * ridge * loss)` per fold, usually at least (loss - minimum) /
+            loss.
         converged: True if `gap` is at most `tol`, per fold.
         iterations: Quasi-Newton steps of the slowest fold, each with two products with the data.
     """
@@ -43,11 +46,17 @@ class SoftmaxFit(NamedTuple):
 
 
 def fold_of_samples(
-    labels: Array, num_splits: int, count: Array, key: Array | None, folds: str, groups: Array | None = None
+    labels: Array,
+    num_splits: int,
+    count: Array,
+    key: Array | None,
+    folds: str,
+    groups: Array | None = None,
 ) -> Array:
     """Return the fold of each sample, by the given or a shuffled order; `num_splits` past `count`.
 
-    A group, numbered in the order of its first sample, is in the fold that its first sample has among such samples.
+    A group, numbered in the order of its first sample, is in the fold that its first sample has
+    among such samples.
     """
     index = jnp.arange(labels.shape[0], dtype=jnp.int32)
     if groups is not None:
@@ -55,18 +64,25 @@ def fold_of_samples(
         leads = first == index
         # The first samples of groups come first, in their order.
         order = jnp.argsort(~leads, stable=True)
-        fold = fold_of_samples(labels[order], num_splits, jnp.sum(leads & (index < count)), key, folds)
-        return jnp.where(index < count, jnp.zeros_like(index).at[order].set(fold)[first], num_splits)
+        fold = fold_of_samples(
+            labels[order], num_splits, jnp.sum(leads & (index < count)), key, folds
+        )
+        return jnp.where(
+            index < count, jnp.zeros_like(index).at[order].set(fold)[first], num_splits
+        )
     used, place = index < count, index
     if key is not None:
         place = _ranks(jnp.where(used, jax.random.uniform(key, labels.shape), 2.0))
     if folds == "stratified":
-        # Distributed class by class, so that folds differ by one sample at most, in each class and in all.
+        # Distributed class by class, so that folds differ by one sample at most, in each class and
+        # in all.
         fold = _ranks(place, jnp.where(used, labels, jnp.iinfo(labels.dtype).max)) % num_splits
     else:
         short, longer = count // num_splits, count % num_splits
         border = longer * (short + 1)
-        fold = jnp.where(place < border, place // (short + 1), longer + (place - border) // jnp.maximum(short, 1))
+        fold = jnp.where(
+            place < border, place // (short + 1), longer + (place - border) // jnp.maximum(short, 1)
+        )
     return jnp.where(used, fold, num_splits)
 
 
@@ -87,8 +103,9 @@ def _dot(a: Array, b: Array) -> Array:
 class _Problem(NamedTuple):
     """Softmax regressions of all folds: weights [folds, classes, d + 1], intercept last; logits [folds, classes, n]."""
 
-    # A fold is a mask, and standardisation is folded into weights, so one product gives all folds' logits. With the
-    # long axes innermost, exponentials and sums over classes are vector instructions.
+    # A fold is a mask, and standardisation is folded into weights, so one product gives all folds'
+    # logits. With the long axes innermost, exponentials and sums over classes are vector
+    # instructions.
     data: Array  # [n, d + 1], centred and scaled over all samples; a column of ones
     labels: Array  # [classes, n]
     mask: Array  # [folds, 1, n], 1 on the training part
@@ -104,18 +121,23 @@ class _Problem(NamedTuple):
 
     def logits(self, weights: Array) -> Array:
         plain = self.plain(weights)
-        return _product(plain.reshape(-1, plain.shape[-1]), self.data.T).reshape(*plain.shape[:2], -1)
+        return _product(plain.reshape(-1, plain.shape[-1]), self.data.T).reshape(
+            *plain.shape[:2], -1
+        )
 
     def pull_back(self, residual: Array) -> Array:
         """Return the adjoint of `logits`."""
-        plain = _product(residual.reshape(-1, residual.shape[-1]), self.data).reshape(*residual.shape[:2], -1)
+        plain = _product(residual.reshape(-1, residual.shape[-1]), self.data).reshape(
+            *residual.shape[:2], -1
+        )
         return self.scale * (plain - self.mean * plain[:, :, -1:])
 
     def probabilities(self, logits: Array) -> Array:
         return jax.nn.softmax(logits + self.offset, 1)
 
     def residual(self, chances: Array) -> Array:
-        # 1 - p of the true class as the sum of the others, because the difference loses its digits if p is close to 1.
+        # 1 - p of the true class as the sum of the others, because the difference loses its digits
+        # if p is close to 1.
         others = chances * (1.0 - self.labels[None])
         return self.mask * (others - self.labels[None] * jnp.sum(others, 1, keepdims=True))
 
@@ -123,7 +145,9 @@ class _Problem(NamedTuple):
         shifted = logits + self.offset
         true = jnp.sum(shifted * self.labels[None], 1, keepdims=True)
         others = jax.nn.logsumexp(jnp.where(self.labels[None] > 0, -jnp.inf, shifted - true), 1)
-        return jnp.sum(self.mask[:, 0] * jax.nn.softplus(others), -1) + 0.5 * _dot(self.penalty * weights, weights)
+        return jnp.sum(self.mask[:, 0] * jax.nn.softplus(others), -1) + 0.5 * _dot(
+            self.penalty * weights, weights
+        )
 
     def gradient(self, chances: Array, weights: Array) -> Array:
         return self.pull_back(self.residual(chances)) + self.penalty * weights
@@ -158,14 +182,23 @@ def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, A
     deviation = jnp.where(_range(centred, used) <= rounding, 0.0, deviation)
     scale = jnp.where(deviation > 0, 1.0 / deviation, 0.0)
     data = jnp.concatenate([centred * scale[None], jnp.ones((x.shape[0], 1), x.dtype)], 1)
-    return data, jnp.ldexp(mean + rest, units), jnp.ldexp(deviation, units), jnp.append(rounding * scale, 0.0)
+    return (
+        data,
+        jnp.ldexp(mean + rest, units),
+        jnp.ldexp(deviation, units),
+        jnp.append(rounding * scale, 0.0),
+    )
 
 
 def _range(data: Array, chosen: Array) -> Array:
-    return jnp.max(data, 0, where=chosen, initial=-jnp.inf) - jnp.min(data, 0, where=chosen, initial=jnp.inf)
+    return jnp.max(data, 0, where=chosen, initial=-jnp.inf) - jnp.min(
+        data, 0, where=chosen, initial=jnp.inf
+    )
 
 
-def build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tuple[_Problem, Array, Array]:
+def build(
+    x: Array, y: Array, ids: Array, ridge: Array, num_splits: int
+) -> tuple[_Problem, Array, Array]:
     """Return the regressions of all folds, and the mean and deviation that convert coefficients to raw features."""
     data, mean, deviation, rounding = _standardise(x, ids, num_splits)
     mask = _fold_masks(ids, num_splits, x.dtype)
@@ -187,7 +220,8 @@ def build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tupl
 
 def inverse(matrix: Array, block: int = 64) -> Array:
     """Return the inverse of a positive definite matrix by Gauss-Jordan elimination in blocks."""
-    # By products, because the threads of LAPACK's Cholesky wait for each other for seconds on a busy machine.
+    # By products, because the threads of LAPACK's Cholesky wait for each other for seconds on a
+    # busy machine.
     size = matrix.shape[0]
     block = min(block, size)
     extra = jnp.arange(size, size + -size % block)
@@ -198,9 +232,13 @@ def inverse(matrix: Array, block: int = 64) -> Array:
         rows = lax.dynamic_slice_in_dim(matrix, start, block, 0)
         pivot = lax.dynamic_slice_in_dim(rows, start, block, 1)
         pivot = 1.0 / pivot if block == 1 else inverse(pivot, 1)
-        rows = _product(pivot, lax.dynamic_update_slice_in_dim(rows, jnp.eye(block, dtype=rows.dtype), start, 1))
+        rows = _product(
+            pivot, lax.dynamic_update_slice_in_dim(rows, jnp.eye(block, dtype=rows.dtype), start, 1)
+        )
         columns = lax.dynamic_slice_in_dim(matrix, start, block, 1)
-        columns = lax.dynamic_update_slice_in_dim(columns, jnp.zeros((block, block), rows.dtype), start, 0)
+        columns = lax.dynamic_update_slice_in_dim(
+            columns, jnp.zeros((block, block), rows.dtype), start, 0
+        )
         matrix = lax.dynamic_update_slice_in_dim(matrix, jnp.zeros_like(columns), start, 1)
         return lax.dynamic_update_slice_in_dim(matrix - _product(columns, rows), rows, start, 0)
 
@@ -212,8 +250,9 @@ def _metric(problem: _Problem, chances: Array) -> Array:
     """Return the inverse of the mean curvature of folds and classes, with samples weighted by their mean p (1 - p)."""
     weight = jnp.mean(problem.mask * chances * (1.0 - chances), (0, 1))
     gram = _product((problem.data * weight[:, None]).T, problem.data)
-    # With a ridge below the rounding of the Gram matrix, the inverse would not be positive definite. With one far below
-    # the curvature, the metric would be wrong after a few steps, when the curvature has fallen.
+    # With a ridge below the rounding of the Gram matrix, the inverse would not be positive
+    # definite. With one far below the curvature, the metric would be wrong after a few steps, when
+    # the curvature has fallen.
     floor = 3e-5 * jnp.trace(gram)
     return inverse(gram + jnp.diag(jnp.maximum(problem.penalty[0, 0], floor)))
 
@@ -227,10 +266,17 @@ class _Pairs(NamedTuple):
 
     def add(self, visit: Array, weights: Array, gradient: Array) -> "_Pairs":
         inner = _dot(weights, gradient)
-        good = inner > jnp.finfo(inner.dtype).eps * jnp.sqrt(_dot(weights, weights) * _dot(gradient, gradient))
+        good = inner > jnp.finfo(inner.dtype).eps * jnp.sqrt(
+            _dot(weights, weights) * _dot(gradient, gradient)
+        )
         inverse = jnp.where(good, 1.0 / jnp.where(good, inner, 1.0), 0.0)
         slot = visit % _MEMORY
-        return _Pairs(*(old.at[slot].set(new) for old, new in zip(self, (weights, gradient, inverse), strict=True)))
+        return _Pairs(
+            *(
+                old.at[slot].set(new)
+                for old, new in zip(self, (weights, gradient, inverse), strict=True)
+            )
+        )
 
     def forget(self, folds: Array) -> "_Pairs":
         """Clear the memory of some folds."""
@@ -246,27 +292,41 @@ class _Pairs(NamedTuple):
             vector, amounts = state
             slot = (visit - age) % _MEMORY
             amount = self.inverse[slot] * _dot(self.weights[slot], vector)
-            return vector - amount[:, None, None] * self.gradient[slot], amounts.at[slot].set(amount)
+            return vector - amount[:, None, None] * self.gradient[slot], amounts.at[slot].set(
+                amount
+            )
 
         def oldest_first(age, vector):
             slot = (visit + 1 + age) % _MEMORY
             amount = amounts[slot] - self.inverse[slot] * _dot(self.gradient[slot], vector)
             return vector + amount[:, None, None] * self.weights[slot]
 
-        vector, amounts = lax.fori_loop(0, _MEMORY, newest_first, (gradient, jnp.zeros_like(self.inverse)))
+        vector, amounts = lax.fori_loop(
+            0, _MEMORY, newest_first, (gradient, jnp.zeros_like(self.inverse))
+        )
         last, inverse = self.gradient[visit % _MEMORY], self.inverse[visit % _MEMORY]
         length = inverse * _dot(last, shape(last))
         scale = jnp.where(length > 0, 1.0 / jnp.where(length > 0, length, 1.0), 1.0)
         return -lax.fori_loop(0, _MEMORY, oldest_first, scale[:, None, None] * shape(vector))
 
 
-def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array, step: Array, value, slope, active):
+def _line_search(
+    problem: _Problem,
+    logits: Array,
+    change: Array,
+    weights: Array,
+    step: Array,
+    value,
+    slope,
+    active,
+):
     """Return each fold's step length: 1, or shorter by secants of the slope; 0 for inactive folds or after 25 trials.
 
-    A length is accepted if the value falls enough, and the slope there is at most minus half of the negative `slope`.
+    A length is accepted if the value falls enough, and the slope there is at most minus half of the
+    negative `slope`.
     """
-    # Near the minimum values differ by less than their rounding, hence the slack and the condition on the slope.
-    # Logits are linear in the length, so trials do not need the data.
+    # Near the minimum values differ by less than their rounding, hence the slack and the condition
+    # on the slope. Logits are linear in the length, so trials do not need the data.
     slack = 8 * jnp.finfo(logits.dtype).eps * jnp.abs(value)
 
     def body(state):
@@ -277,11 +337,15 @@ def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array
         new_slope = _dot(residual, change) + _dot(problem.penalty * moved, step)
         lower = problem.value(there, moved) <= value + 1e-4 * length * slope + slack
         done = lower & (new_slope <= -0.5 * slope)
-        shorter = length * jnp.clip(-slope / jnp.where(new_slope > slope, new_slope - slope, 1.0), 0.1, 0.7)
+        shorter = length * jnp.clip(
+            -slope / jnp.where(new_slope > slope, new_slope - slope, 1.0), 0.1, 0.7
+        )
         return jnp.where(on & ~done, shorter, length), on & ~done, count + 1
 
     start = active.astype(logits.dtype), active, 0
-    length, failed, _ = lax.while_loop(lambda state: jnp.any(state[1]) & (state[2] < 25), body, start)
+    length, failed, _ = lax.while_loop(
+        lambda state: jnp.any(state[1]) & (state[2] < 25), body, start
+    )
     return jnp.where(failed, 0.0, length)
 
 
@@ -301,7 +365,9 @@ class _State(NamedTuple):
     visits: Array  # number of rounds; the last one takes no step
 
 
-def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_splits: int, limit: int) -> SoftmaxFit:
+def minimise(
+    x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_splits: int, limit: int
+) -> SoftmaxFit:
     """Return the fits of all folds, by L-BFGS with at most `limit` steps in a metric that the folds share.
 
     `ids`: Fold that holds out each sample, [n]; `num_splits` for samples that are not in use.
@@ -320,13 +386,31 @@ def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_sp
         metric = lax.cond(due, lambda: _metric(problem, chances), lambda: state.metric)
         step = jnp.where(active[:, None, None], pairs.descend(visit, gradient, metric), 0.0)
         change, slope = problem.logits(step), _dot(gradient, step)
-        length = _line_search(problem, logits, change, weights, step, value, slope, active & (slope < 0))
-        moved, logits = weights + length[:, None, None] * step, logits + length[:, None, None] * change
-        # Without a length, a fold tries again without pairs and with a new metric. If it had both, rounding limits it.
+        length = _line_search(
+            problem, logits, change, weights, step, value, slope, active & (slope < 0)
+        )
+        moved, logits = (
+            weights + length[:, None, None] * step,
+            logits + length[:, None, None] * change,
+        )
+        # Without a length, a fold tries again without pairs and with a new metric. If it had both,
+        # rounding limits it.
         stuck = active & (length == 0)
         again = stuck & (jnp.any(pairs.inverse > 0, 0) | ~due)
         pairs, active = pairs.forget(again), active & (again | ~stuck)
-        return _State(moved, logits, weights, gradient, value, square, pairs, metric, active, jnp.any(again), visit + 1)
+        return _State(
+            moved,
+            logits,
+            weights,
+            gradient,
+            value,
+            square,
+            pairs,
+            metric,
+            active,
+            jnp.any(again),
+            visit + 1,
+        )
 
     shape, size = (num_splits, y.shape[1]), x.shape[1] + 1
     zero, weights = jnp.zeros((num_splits,), x.dtype), jnp.zeros((*shape, size), x.dtype)
@@ -344,7 +428,9 @@ def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_sp
         restart=jnp.asarray(False),
         visits=jnp.asarray(0),
     )
-    state = lax.while_loop(lambda state: jnp.any(state.active) & (state.visits <= limit), body, state)
+    state = lax.while_loop(
+        lambda state: jnp.any(state.active) & (state.visits <= limit), body, state
+    )
     gap = state.square / (2 * ridge * state.value)
     raw = problem.plain(state.weights)
     coefficients = raw[:, :, :-1] * jnp.where(deviation > 0, 1.0 / deviation, 0.0)[None, None]
@@ -375,19 +461,32 @@ def largest_eigenvalue(data: Array) -> Array:
     return jnp.sum(_product(data, vector) ** 2) * largest**2
 
 
-def descend_fixed(x: Array, y: Array, ids: Array, num_steps: Array, step_size: Array, *, num_splits: int) -> Array:
+def descend_fixed(
+    x: Array, y: Array, ids: Array, num_steps: Array, step_size: Array, *, num_splits: int
+) -> Array:
     """Return held-out probabilities after gradient steps; a `step_size` of zero means the stable step of each fold."""
-    data = jnp.where((ids < num_splits)[:, None], jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1), 0.0)
+    data = jnp.where(
+        (ids < num_splits)[:, None],
+        jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1),
+        0.0,
+    )
     mask = _fold_masks(ids, num_splits, x.dtype)
-    # Gradients are those of sums of losses. One bound on the curvature holds for every fold, because its training
-    # samples are a subset. `step_size` is for the mean loss, so it is divided by the number of training samples.
+    # Gradients are those of sums of losses. One bound on the curvature holds for every fold,
+    # because its training samples are a subset. `step_size` is for the mean loss, so it is divided
+    # by the number of training samples.
     bound = 0.5 * largest_eigenvalue(data)
     rate = jnp.where(step_size > 0, step_size / jnp.sum(mask, 1), 1.0 / bound)[:, None, None]
     one = jnp.ones((1, 1, 1), x.dtype)
-    problem = _Problem(data, y.T, mask[:, None], jnp.zeros_like(one), one, jnp.zeros_like(one), jnp.zeros_like(one))
+    problem = _Problem(
+        data, y.T, mask[:, None], jnp.zeros_like(one), one, jnp.zeros_like(one), jnp.zeros_like(one)
+    )
 
     def body(_, weights):
-        return weights - rate * problem.pull_back(problem.residual(problem.probabilities(problem.logits(weights))))
+        return weights - rate * problem.pull_back(
+            problem.residual(problem.probabilities(problem.logits(weights)))
+        )
 
-    weights = lax.fori_loop(0, num_steps, body, jnp.zeros((num_splits, y.shape[1], data.shape[1]), x.dtype))
+    weights = lax.fori_loop(
+        0, num_steps, body, jnp.zeros((num_splits, y.shape[1], data.shape[1]), x.dtype)
+    )
     return _held_out(problem.probabilities(problem.logits(weights)), ids)

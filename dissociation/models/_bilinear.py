@@ -75,7 +75,10 @@ def wrap_bilinear(
         shapes = [tuple(array.shape) for array in arrays]
         outputs = shapes[0][0] if shapes and shapes[0] else 0
         if shapes not in ([(outputs, width)] * 2, [(outputs, width)] * 2 + [(outputs,)] * 2):
-            wanted = f"have two matrices [outputs, {width}], and two biases [outputs] or none, in layer {index}"
+            wanted = (
+                f"have two matrices [outputs, {width}], and two biases [outputs] or none, "
+                f"in layer {index}"
+            )
             fail("layers", wanted, shapes)
         blocks.append(BilinearLayer(*arrays))
         width = outputs
@@ -88,14 +91,17 @@ def wrap_bilinear(
 
 
 def _real(name: str, value: Any) -> Array:
-    return jnp.asarray(as_numbers(name, as_array(name, value, "real numbers"), frozenset({"float"})))
+    return jnp.asarray(
+        as_numbers(name, as_array(name, value, "real numbers"), frozenset({"float"}))
+    )
 
 
 class BilinearNetwork(Network):
     """Embedding [hidden, inputs], bilinear layers [hidden, hidden], head [classes, hidden]; no biases at both ends.
 
     References:
-        Pearce et al. (2024), Bilinear MLPs enable weight-based mechanistic interpretability, section 2.
+        Pearce et al. (2024), Bilinear MLPs enable weight-based mechanistic interpretability,
+        section 2.
     """
 
     embed: Float[Array, "hidden inputs"]
@@ -136,7 +142,9 @@ class BilinearNetwork(Network):
 
         def layer(key: PRNGKey) -> BilinearLayer:
             parts = zip(shapes, jax.random.split(key, 4)[: len(shapes)], strict=True)
-            return BilinearLayer(*(draw_weights(init, shape, hidden, k) for shape, k in parts), gate=gate)
+            return BilinearLayer(
+                *(draw_weights(init, shape, hidden, k) for shape, k in parts), gate=gate
+            )
 
         self.embed = draw_weights(init, (hidden, inputs), inputs, first)
         self.layers = tuple(map(layer, keys))

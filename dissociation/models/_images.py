@@ -16,7 +16,8 @@ from dissociation.models._representations import Network, named
 class Encoder(eqx.Module):
     """Encoder of images: two convolutions with ReLU and pooling, and a linear layer.
 
-    Convolutions are 5 x 5, to 16 and 32 channels, max-pooling 2 x 2. Weights of `head` are [features, 1568].
+    Convolutions are 5 x 5, to 16 and 32 channels, max-pooling 2 x 2. Weights of `head` are
+    [features, 1568].
     """
 
     convolutions: tuple[Convolution, Convolution]
@@ -25,7 +26,10 @@ class Encoder(eqx.Module):
     @validated
     def __init__(self, features: Size, *, init: str = "pytorch", key: PRNGKey):
         keys = jax.random.split(key, 3)
-        self.convolutions = (Convolution(1, 16, init=init, key=keys[0]), Convolution(16, 32, init=init, key=keys[1]))
+        self.convolutions = (
+            Convolution(1, 16, init=init, key=keys[0]),
+            Convolution(16, 32, init=init, key=keys[1]),
+        )
         self.head = Affine(32 * 49, features, init=init, key=keys[2])
 
     def layers(self, image: Float[Array | np.ndarray, "28 28"]) -> tuple[Array, Array, Array]:
@@ -54,13 +58,19 @@ class Decoder(eqx.Module):
     convolutions: tuple[Convolution, Convolution]
     upsampling: str = eqx.field(static=True)
 
-    def __init__(self, features: int, *, upsampling: str = "nearest", init: str = "pytorch", key: PRNGKey):
+    def __init__(
+        self, features: int, *, upsampling: str = "nearest", init: str = "pytorch", key: PRNGKey
+    ):
         check_choice("upsampling", upsampling, ("nearest", "bilinear"))
         keys = jax.random.split(key, 3)
         self.head = Affine(features, 32 * 49, init=init, key=keys[0])
-        # A transposed convolution of stride 1 is a plain one with turned kernels: only initial weights differ.
+        # A transposed convolution of stride 1 is a plain one with turned kernels: only initial
+        # weights differ.
         turned = {"transposed": True, "init": init}
-        self.convolutions = (Convolution(32, 16, **turned, key=keys[1]), Convolution(16, 1, **turned, key=keys[2]))
+        self.convolutions = (
+            Convolution(32, 16, **turned, key=keys[1]),
+            Convolution(16, 1, **turned, key=keys[2]),
+        )
         self.upsampling = upsampling
 
     def __call__(self, features: Float[Array | np.ndarray, " features"]) -> Float[Array, "28 28"]:
@@ -68,7 +78,8 @@ class Decoder(eqx.Module):
         hidden = self.head(features).reshape(7, 7, 32)
         for convolution in self.convolutions:
             if self.upsampling == "nearest":
-                # Nearest upsampling and the convolution after it run together at the lower resolution.
+                # Nearest upsampling and the convolution after it run together at the lower
+                # resolution.
                 hidden = convolution.upsampled(jax.nn.relu(hidden))
             else:
                 shape = (2 * hidden.shape[0], 2 * hidden.shape[1], hidden.shape[2])
@@ -126,7 +137,9 @@ class ResidualBlock(eqx.Module):
     second: Convolution
 
     def __init__(self, channels: int, *, init: str, key: PRNGKey):
-        self.first, self.second = (Convolution(channels, channels, init=init, key=k) for k in jax.random.split(key))
+        self.first, self.second = (
+            Convolution(channels, channels, init=init, key=k) for k in jax.random.split(key)
+        )
 
     def __call__(self, x: Float[Array, "h w c"]) -> Float[Array, "h w c"]:
         """Return the output of the block."""
@@ -136,8 +149,8 @@ class ResidualBlock(eqx.Module):
 class ResNet(Network):
     """Residual network: convolution `stem`, max pooling, residual blocks, max pooling, and two linear layers.
 
-    A ReLU precedes each linear layer. No layer is normalised, so rewrites can permute and scale the neurons of every
-    hidden layer.
+    A ReLU precedes each linear layer. No layer is normalised, so rewrites can permute and scale the
+    neurons of every hidden layer.
     """
 
     stem: Convolution
@@ -201,17 +214,20 @@ class TransformerBlock(eqx.Module):
         """Return the residual stream after the block."""
         seen = jax.vmap(self.norms[0])(x)
         x = x + self.attention(seen, seen, seen)
-        return x + jax.vmap(lambda token: self.second(jax.nn.relu(self.first(self.norms[1](token)))))(x)
+        return x + jax.vmap(
+            lambda token: self.second(jax.nn.relu(self.first(self.norms[1](token))))
+        )(x)
 
 
 class Transformer(Network):
     """Blocks on tokens, which are patches of pixels, and a head on their mean.
 
-    `positions` [tokens, size] are added to embedded patches. A layer normalisation precedes the mean, two linear layers
-    with a ReLU between them follow it.
+    `positions` [tokens, size] are added to embedded patches. A layer normalisation precedes the
+    mean, two linear layers with a ReLU between them follow it.
 
     References:
-        Dosovitskiy et al. (2021), An image is worth 16 x 16 words, section 3.1, with the head of pre-training.
+        Dosovitskiy et al. (2021), An image is worth 16 x 16 words, section 3.1, with the head of
+        pre-training.
     """
 
     embed: Affine

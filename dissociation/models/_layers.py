@@ -32,7 +32,9 @@ def draw_weights(init: str, shape: tuple[int, ...], fan_in: int, key: PRNGKey) -
 def as_example(name: str, x: Any, *shape: int | str) -> Array:
     """Convert one example of a network to an array; text in its shape fits any length."""
     wanted = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
-    array = as_numbers(name, as_array(name, x, f"real numbers, one example {wanted}"), frozenset({"float"}))
+    array = as_numbers(
+        name, as_array(name, x, f"real numbers, one example {wanted}"), frozenset({"float"})
+    )
     sizes = tuple(n if isinstance(m, int) else m for m, n in zip(shape, array.shape, strict=False))
     if array.ndim != len(shape) or sizes != shape:
         advice = "Map the network over examples by `jax.vmap`" if array.ndim > len(shape) else ""
@@ -62,7 +64,9 @@ class Affine(eqx.Module):
     bias: Float[Array, " o"] | None
 
     @validated
-    def __init__(self, inputs: Size, outputs: Size, *, bias: bool = True, init: str = "pytorch", key: PRNGKey):
+    def __init__(
+        self, inputs: Size, outputs: Size, *, bias: bool = True, init: str = "pytorch", key: PRNGKey
+    ):
         first, second = jax.random.split(key)
         self.weight = draw_weights(init, (inputs, outputs), inputs, first).T
         self.bias = _draw_bias(init, outputs, inputs, second) if bias else None
@@ -85,7 +89,15 @@ class Convolution(eqx.Module):
     bias: Float[Array, " o"]
 
     @validated
-    def __init__(self, inputs: Size, outputs: Size, *, transposed: bool = False, init: str = "pytorch", key: PRNGKey):
+    def __init__(
+        self,
+        inputs: Size,
+        outputs: Size,
+        *,
+        transposed: bool = False,
+        init: str = "pytorch",
+        key: PRNGKey,
+    ):
         first, second = jax.random.split(key)
         # PyTorch counts the outputs of a transposed convolution as its fan-in.
         fan_in = 25 * (outputs if transposed and init == "pytorch" else inputs)
@@ -101,13 +113,17 @@ class Convolution(eqx.Module):
         """Upsample the input by 2 with nearest neighbours and return its convolution."""
         x = as_example("x", x, "height", "width", self.weight.shape[-2])
         height, width, _ = x.shape
-        # Of the 5 x 5 entries under the kernel at most 3 x 3 differ. Weights of equal entries are added before the
-        # convolution: 9 products instead of 25.
+        # Of the 5 x 5 entries under the kernel at most 3 x 3 differ. Weights of equal entries are
+        # added before the convolution: 9 products instead of 25.
         add = jnp.asarray(_EQUAL_ENTRIES, x.dtype)
         # Default precision would change the weights on an accelerator.
         merged = jnp.einsum("apk,bql,klio->pqiabo", add, add, self.weight, precision="highest")
-        four = _convolve(x, merged.reshape(3, 3, x.shape[2], -1), padding=1).reshape(height, width, 2, 2, -1)
-        return four.transpose(0, 2, 1, 3, 4).reshape(2 * height, 2 * width, -1) + self.bias[None, None]
+        four = _convolve(x, merged.reshape(3, 3, x.shape[2], -1), padding=1).reshape(
+            height, width, 2, 2, -1
+        )
+        return (
+            four.transpose(0, 2, 1, 3, 4).reshape(2 * height, 2 * width, -1) + self.bias[None, None]
+        )
 
 
 _EQUAL_ENTRIES = (
@@ -117,7 +133,9 @@ _EQUAL_ENTRIES = (
 """Weights that meet the entry before, at and after the output's, for even and odd outputs."""
 
 
-def _convolve(x: Float[Array, "h w i"], weight: Float[Array, "k l i o"], *, padding: int) -> Float[Array, "h w o"]:
+def _convolve(
+    x: Float[Array, "h w i"], weight: Float[Array, "k l i o"], *, padding: int
+) -> Float[Array, "h w o"]:
     # Channels last: XLA's CPU convolutions are fastest in this layout.
     kinds, around = ("NHWC", "HWIO", "NHWC"), [(padding, padding)] * 2
     return lax.conv_general_dilated(x[None], weight, (1, 1), around, dimension_numbers=kinds)[0]
@@ -127,4 +145,6 @@ def max_pool(x: Float[Array, "h w c"]) -> Float[Array, "h//2 w//2 c"]:
     """Return the maximum of each disjoint 2 x 2 square of one image."""
     # The gradient of three elementwise maxima is several times faster than that of `reduce_window`.
     upper, lower = x[::2], x[1::2]
-    return jnp.maximum(jnp.maximum(upper[:, ::2], upper[:, 1::2]), jnp.maximum(lower[:, ::2], lower[:, 1::2]))
+    return jnp.maximum(
+        jnp.maximum(upper[:, ::2], upper[:, 1::2]), jnp.maximum(lower[:, ::2], lower[:, 1::2])
+    )

@@ -19,7 +19,15 @@ from dissociation._core.conversion import describe
 Call = Callable[[Any, Any], Any]
 """Function from a model and an example to outputs."""
 
-MOVES = ("transpose", "reshape", "convert_element_type", "stop_gradient", "copy", "squeeze", "broadcast_in_dim")
+MOVES = (
+    "transpose",
+    "reshape",
+    "convert_element_type",
+    "stop_gradient",
+    "copy",
+    "squeeze",
+    "broadcast_in_dim",
+)
 """Operations that move or convert weights without computing with them."""
 
 
@@ -28,7 +36,10 @@ class _Single(eqx.nn.Linear):
 
     def __call__(self, x: Any, *, key: Any = None) -> Any:
         if self.weight.ndim != 2:
-            raise TypeError(f"weights of shape {self.weight.shape} are those of stacked networks; `member` picks one")
+            raise TypeError(
+                f"weights of shape {self.weight.shape} are those of stacked networks; `member` "
+                "picks one"
+            )
         return super().__call__(x, key=key)
 
 
@@ -43,9 +54,14 @@ def _single(layer: eqx.nn.Linear) -> _Single:
 def called(model: Any, example: Any) -> Any:
     """Return the outputs of a model, or of a pair (model, state), in inference mode."""
     module, *states = model if isinstance(model, tuple) and len(model) == 2 else (model,)
+
     # Equinox's layer multiplies stacked weights without an error.
-    is_linear = lambda part: type(part) is eqx.nn.Linear and np.ndim(part.weight) > 2  # noqa: E731
-    module = jax.tree.map(lambda part: _single(part) if is_linear(part) else part, module, is_leaf=is_linear)
+    def is_linear(part):
+        return type(part) is eqx.nn.Linear and np.ndim(part.weight) > 2
+
+    module = jax.tree.map(
+        lambda part: _single(part) if is_linear(part) else part, module, is_leaf=is_linear
+    )
     function: Any = eqx.nn.inference_mode(module) if isinstance(module, eqx.Module) else module
     if not states:
         return function(example)
@@ -67,9 +83,14 @@ def function_of(name: str, model: Any) -> Callable[[Any], Any]:
 
 def parameters_in(model: Any, where: Any = None) -> Any:
     """Return the parameters of a model, None elsewhere; `where` selects some, as in `eqx.tree_at`."""
+
     # A `StateIndex` holds the initial values of the state, which are no parameters either.
-    is_state = lambda part: isinstance(part, eqx.nn.State | eqx.nn.StateIndex)  # noqa: E731
-    kept = jax.tree.map(lambda part: not is_state(part) and eqx.is_inexact_array(part), model, is_leaf=is_state)
+    def is_state(part):
+        return isinstance(part, eqx.nn.State | eqx.nn.StateIndex)
+
+    kept = jax.tree.map(
+        lambda part: not is_state(part) and eqx.is_inexact_array(part), model, is_leaf=is_state
+    )
     if where is not None:
         kept = eqx.tree_at(where, jax.tree.map(lambda _: False, kept), replace=where(kept))
     return eqx.filter(model, kept)
@@ -77,15 +98,31 @@ def parameters_in(model: Any, where: Any = None) -> Any:
 
 def with_draws(model: Any, noise: Any) -> Any:
     """Return `noise` with zeros for parameters where it is None; raise `ValueError` unless shapes fit."""
-    is_none = lambda leaf: leaf is None  # noqa: E731
+
+    def is_none(leaf):
+        return leaf is None
+
     parameters = parameters_in(model)
-    places = [jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0] for tree in (parameters, noise)]
+    places = [
+        jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0]
+        for tree in (parameters, noise)
+    ]
     pairs = itertools.zip_longest(*places, fillvalue=((), None))
-    fits = all(one == two and (b is None or (a is not None and np.shape(b) == a.shape)) for (one, a), (two, b) in pairs)
+    fits = all(
+        one == two and (b is None or (a is not None and np.shape(b) == a.shape))
+        for (one, a), (two, b) in pairs
+    )
     if not fits:
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(noise)]
-        fail("noise", "be shaped like the parameters of `model`", f"arrays of shapes {reprlib.repr(shapes)}")
-    fill = lambda weight, draw: jnp.zeros_like(weight) if draw is None and weight is not None else draw  # noqa: E731
+        fail(
+            "noise",
+            "be shaped like the parameters of `model`",
+            f"arrays of shapes {reprlib.repr(shapes)}",
+        )
+
+    def fill(weight, draw):
+        return jnp.zeros_like(weight) if draw is None and weight is not None else draw
+
     return jax.tree.map(fill, parameters, noise, is_leaf=is_none)
 
 
@@ -116,15 +153,19 @@ def program_of(model: Any, call: Call | None) -> Program:
     skipped = int(isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State))
     # Flax wraps each array in an object with the attribute `value`.
     keys = [path[skipped : -1 if path and str(path[-1]) == ".value" else None] for path, _ in named]
-    matrices = {path for path, leaf in zip(keys, leaves, strict=True) if np.size(leaf) > max(np.shape(leaf), default=1)}
+    matrices = {
+        path
+        for path, leaf in zip(keys, leaves, strict=True)
+        if np.size(leaf) > max(np.shape(leaf), default=1)
+    }
     return Program(paths, _layers_of(keys, matrices), leaves, run)
 
 
 def _layers_of(paths: list[tuple[Any, ...]], matrices: set[tuple[Any, ...]]) -> list[str]:
     """Return the name of the layer of each path: "layers[0]" of ".layers[0].weight", "Dense_0" of "Dense_0", "kernel".
 
-    The last key of a dictionary is left out if the dictionary holds one matrix. Front keys up to the last one of a
-    dictionary that all matrices share are left out, too.
+    The last key of a dictionary is left out if the dictionary holds one matrix. Front keys up to
+    the last one of a dictionary that all matrices share are left out, too.
     """
     own = [path[:-1] for path in matrices]
 
@@ -146,9 +187,12 @@ def _layers_of(paths: list[tuple[Any, ...]], matrices: set[tuple[Any, ...]]) -> 
         common += 1
     shared = known[0][:common] if known else ()
     of_containers = (jax.tree_util.DictKey, jax.tree_util.FlattenedIndexKey)
-    front = max((place + 1 for place, key in enumerate(shared) if isinstance(key, of_containers)), default=0)
+    front = max(
+        (place + 1 for place, key in enumerate(shared) if isinstance(key, of_containers)), default=0
+    )
     return [
-        "".join(map(_shown, path[front:] if path[:front] == shared[:front] else path)).lstrip(".") for path in layers
+        "".join(map(_shown, path[front:] if path[:front] == shared[:front] else path)).lstrip(".")
+        for path in layers
     ]
 
 
@@ -173,11 +217,13 @@ def _run(apply: Call, tree: Any, rest: Any, leaves: list[Any], example: Any) -> 
 def evaluated(function: Callable[..., Any], model: Any, *arguments: Any, may_cache: bool) -> Any:
     """Return `function(model, *arguments)`, computed by one program.
 
-    Programs are cached by the structure of `model`, if `may_cache` is True and the model is a PyTree.
+    Programs are cached by the structure of `model`, if `may_cache` is True and the model is a
+    PyTree.
     """
     if may_cache and _has_structure(model):
         return _evaluated(function, model, *arguments)
-    # What a function closes over may change, but not the function's identity: its program is compiled anew.
+    # What a function closes over may change, but not the function's identity: its program is
+    # compiled anew.
     closed = eqx.filter_closure_convert(functools.partial(function, model), *arguments)
     return eqx.filter_jit(lambda *inputs: closed(*inputs))(*arguments)
 
@@ -224,7 +270,9 @@ class Walk:
         # A loop runs its program many times, so a value in it has no single mark.
         return equation.primitive.name not in ("scan", "while", "cond")
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], marks: Sequence[Any]) -> list[Any]:
+    def run(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], marks: Sequence[Any]
+    ) -> list[Any]:
         """Return a pair (value, mark) for every output; constants have mark None."""
         env = {v: (value, None) for v, value in zip(jaxpr.constvars, consts, strict=True)}
         env |= {v: pair for v, *pair in zip(jaxpr.invars, args, marks, strict=True)}
@@ -236,7 +284,11 @@ class Walk:
             pairs = [read(atom) for atom in equation.invars]
             values, own = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             inner = inner_program(equation.params)
-            if inner is not None and len(inner.jaxpr.invars) == len(values) and self.enters(equation, own):
+            if (
+                inner is not None
+                and len(inner.jaxpr.invars) == len(values)
+                and self.enters(equation, own)
+            ):
                 found = self.run(inner.jaxpr, inner.consts, values, own)
             else:
                 results, mark = self.at(equation, values, own)
@@ -247,5 +299,7 @@ class Walk:
 
 def bound(equation: Any, values: Sequence[Any]) -> list[Any]:
     """Apply an operation to `values` and return its results as a list."""
-    results = equation.primitive.bind(*values, **equation.primitive.get_bind_params(equation.params))
+    results = equation.primitive.bind(
+        *values, **equation.primitive.get_bind_params(equation.params)
+    )
     return list(results) if equation.primitive.multiple_results else [results]

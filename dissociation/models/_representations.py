@@ -22,14 +22,19 @@ from dissociation.training._members import count
 class Layers(dict[str, Array]):
     """Dictionary of representations by layer, with features (channels) on the last axis.
 
-    `layers["features"]` is the last hidden layer, unless a layer has that name. `ranks` are numbers of axes of one
-    example by name, without layers whose axis of features is unknown.
+    `layers["features"]` is the last hidden layer, unless a layer has that name. `ranks` are numbers
+    of axes of one example by name, without layers whose axis of features is unknown.
     """
 
     def __init__(self, arrays: Any, ranks: Mapping[str, int] | None = None):
         super().__init__(arrays)
-        # `vmap` adds axes of samples and members in front: their number does not follow from an array.
-        self.ranks = {name: jnp.ndim(array) for name, array in self.items()} if ranks is None else dict(ranks)
+        # `vmap` adds axes of samples and members in front: their number does not follow from an
+        # array.
+        self.ranks = (
+            {name: jnp.ndim(array) for name, array in self.items()}
+            if ranks is None
+            else dict(ranks)
+        )
 
     def __missing__(self, name: str) -> Array:
         try:
@@ -63,7 +68,9 @@ def layer_named(argument: str, name: str, layers: Iterable[str]) -> str:
 def named(hidden: Mapping[str, Array], logits: Array) -> Layers:
     """Return hidden layers of one example, in forward order by the names of their weights, and its logits."""
     if not isinstance(hidden, Mapping):
-        advice = 'Name layers by the paths of their weights: named({"layers[0]": array, ...}, logits)'
+        advice = (
+            'Name layers by the paths of their weights: named({"layers[0]": array, ...}, logits)'
+        )
         fail_kind("hidden", "be arrays by the names of their layers", describe(hidden), advice)
     return Layers({**hidden, "logits": logits})
 
@@ -85,10 +92,11 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
     """Return the representations of one example; `.register(type)` adds types of models.
 
     Args:
-        model: A model with a method `representations(x)`, or of a registered type: both return arrays with features
-            (channels) last. Hidden layers of any other model are the arrays that weights multiply in matrix products
-            and convolutions outside of loops, each array once, without the model's input, contracted axes
-            last. The result of a loop is named after the last weights in it.
+        model: A model with a method `representations(x)`, or of a registered type: both return
+            arrays with features (channels) last. Hidden layers of any other model are the arrays
+            that weights multiply in matrix products and convolutions outside of loops, each array
+            once, without the model's input, contracted axes last. The result of a loop is named
+            after the last weights in it.
         x: One example.
 
     Raises:
@@ -97,7 +105,11 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
     if callable(getattr(model, "representations", None)):
         return model.representations(x)
     if not callable(model[0] if isinstance(model, tuple) and len(model) == 2 else model):
-        fail_kind("model", "be a function of one example, or such a one and its state", type(model).__name__)
+        fail_kind(
+            "model",
+            "be a function of one example, or such a one and its state",
+            type(model).__name__,
+        )
     return seen_by_weights(model, x)
 
 
@@ -108,7 +120,10 @@ def seen_by_weights(model: Any, x: Array, call: Call | None = None) -> dict[str,
     if len(traced.out_avals) != 1:
         fail_kind("model", "return one array", f"{len(traced.out_avals)} arrays")
     look = _Look(layers)
-    marks = [*(_Mark("weights", [], (0, leaf)) for leaf in range(len(leaves))), _Mark("input", [], (-1, 0))]
+    marks = [
+        *(_Mark("weights", [], (0, leaf)) for leaf in range(len(leaves))),
+        _Mark("input", [], (-1, 0)),
+    ]
     ((logits, mark),) = look.run(traced.jaxpr, traced.consts, [*leaves, x], marks)
     axis = None if mark is None else mark.axis
     found = named(look.found, logits if axis is None else jnp.moveaxis(logits, axis, -1))
@@ -121,15 +136,25 @@ def seen_by_weights(model: Any, x: Array, call: Call | None = None) -> dict[str,
 class _Mark(NamedTuple):
     """Origin of a value ("weights", "input" or "both") and its axis of features."""
 
-    # Values that differ only by order or shape of axes share the list `noted`, so that each is noted once.
+    # Values that differ only by order or shape of axes share the list `noted`, so that each is
+    # noted once.
     kind: str
     noted: list[bool]
-    # Number of products with weights up to it, one after another, and index of the first array in the last of them.
+    # Number of products with weights up to it, one after another, and index of the first array in
+    # the last of them.
     made: tuple[int, int]
     axis: int | None = None
 
 
-_MAKERS = ("dot_general", "conv_general_dilated", "gather", "dynamic_slice", "scan", "while", "cond")
+_MAKERS = (
+    "dot_general",
+    "conv_general_dilated",
+    "gather",
+    "dynamic_slice",
+    "scan",
+    "while",
+    "cond",
+)
 """Operations whose weights name the result; weights of others name it before the first of these."""
 
 
@@ -165,13 +190,23 @@ class _Look(Walk):
             return bound(equation, values), None
         kinds, depth = {mark.kind for mark in known}, max(mark.made[0] for mark in known)
         makes = name in _MAKERS
-        own = [mark.made[1] for mark in known if mark.kind == "weights"] if makes and len(kinds) > 1 else []
-        # In a loop the last weights make the result, in a product of attention and values the values.
+        own = (
+            [mark.made[1] for mark in known if mark.kind == "weights"]
+            if makes and len(kinds) > 1
+            else []
+        )
+        # In a loop the last weights make the result, in a product of attention and values the
+        # values.
         pick = max if makes else min
-        made = depth + bool(own), pick(own or [mark.made[1] for mark in known if mark.made[0] == depth])
+        made = (
+            depth + bool(own),
+            pick(own or [mark.made[1] for mark in known if mark.made[0] == depth]),
+        )
         noted = marks[0].noted if name in MOVES and marks[0] is not None else []
         kind = "both" if len(kinds) > 1 else kinds.pop()
-        return bound(equation, values), _Mark(kind, noted, made, _axis_of_features(equation, marks, side))
+        return bound(equation, values), _Mark(
+            kind, noted, made, _axis_of_features(equation, marks, side)
+        )
 
 
 def _features_last(equation: Any, value: Array, side: int) -> Array:
@@ -198,13 +233,19 @@ def _axis_of_features(equation: Any, marks: Sequence[Any], weights: int | None) 
         summed, batch = (numbers[weights] for numbers in params["dimension_numbers"])
         free = equation.invars[weights].aval.ndim - len(summed) - len(batch)
         return None if free != 1 else out.ndim - 1 if weights else len(batch)
-    known = [(mark.axis, atom.aval) for mark, atom in zip(marks, equation.invars, strict=True) if mark is not None]
+    known = [
+        (mark.axis, atom.aval)
+        for mark, atom in zip(marks, equation.invars, strict=True)
+        if mark is not None
+    ]
     known = [(axis, one) for axis, one in known if axis is not None]
     # A wrong axis fails silently in measures: an uncertain one is left out.
     if len({axis for axis, _ in known}) != 1 or name in ("gather", "scan", "while", "cond"):
         return None
     axis, one = known[0]
-    dropped = params.get("dimensions" if name == "squeeze" else "axes", ()) if out.ndim < one.ndim else ()
+    dropped = (
+        params.get("dimensions" if name == "squeeze" else "axes", ()) if out.ndim < one.ndim else ()
+    )
     if name == "transpose":
         return params["permutation"].index(axis)
     if name == "broadcast_in_dim":
@@ -216,18 +257,22 @@ def _axis_of_features(equation: Any, marks: Sequence[Any], weights: int | None) 
 
 
 @validated
-def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."], *, call: Call | None = None) -> Layers:
+def representations(
+    model: Any, inputs: Num[Array | np.ndarray, "n ..."], *, call: Call | None = None
+) -> Layers:
     """Return hidden layers and logits of one network for many examples.
 
     Args:
-        model: One network: of `dissociation.models`, or any other, see `representations_of_example`.
+        model: One network: of `dissociation.models`, or any other, see
+            `representations_of_example`.
         inputs: Examples, [n, ...].
         call: Function from model and example to outputs, as in `rewrites.neuron_groups`.
 
     Returns:
-        Arrays [n, ...] by name, channels last for every model: hidden layers in forward order, then "logits". A hidden
-        layer is named after the weights that made it, as in `rewrites.neuron_groups`: "layers[0]", and "layers[0]:2"
-        for a second one. `["features"]` is the last hidden layer.
+        Arrays [n, ...] by name, channels last for every model: hidden layers in forward order, then
+        "logits". A hidden layer is named after the weights that made it, as in
+        `rewrites.neuron_groups`: "layers[0]", and "layers[0]:2" for a second one. `["features"]` is
+        the last hidden layer.
 
     Raises:
         TypeError: If the model has no representations, or does not accept such examples.
@@ -239,13 +284,19 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."], *, cal
         {'layers[0]': (5, 8), 'layers[1]': (5, 8), 'logits': (5, 3)}
     """
     # A registered function may close over what changes.
-    may_cache = representations_of_example.dispatch(type(model)) is representations_of_example.dispatch(object)
+    may_cache = representations_of_example.dispatch(
+        type(model)
+    ) is representations_of_example.dispatch(object)
     return evaluated(_representations, model, to_device(inputs), call, may_cache=may_cache)
 
 
 def _representations(model: Any, inputs: Array, call: Call | None) -> Layers:
     def layers(x: Array) -> Layers:
-        found = representations_of_example(model, x) if call is None else seen_by_weights(model, x, call)
+        found = (
+            representations_of_example(model, x)
+            if call is None
+            else seen_by_weights(model, x, call)
+        )
         return found if isinstance(found, Layers) else Layers(found)
 
     # A wrong example fails here with a clear message, and not within `vmap`.
@@ -262,4 +313,6 @@ def member_representations(models: Any, inputs: Num[Array | np.ndarray, "n ..."]
         ValueError: If the models are one network.
     """
     count(models)
-    return eqx.filter_vmap(representations, in_axes=(eqx.if_array(0), None))(models, to_device(inputs))
+    return eqx.filter_vmap(representations, in_axes=(eqx.if_array(0), None))(
+        models, to_device(inputs)
+    )

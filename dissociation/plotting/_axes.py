@@ -30,10 +30,20 @@ FEW = 6
 """Number of members below which each member is drawn."""
 
 MARKERS = "osD^vPX"
-DASHES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (2, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)))
+DASHES = (
+    "solid",
+    (0, (5, 1.5)),
+    (0, (1, 1)),
+    (0, (4, 1, 1, 1)),
+    (0, (2, 1)),
+    (0, (6, 1, 1, 1, 1, 1)),
+    (0, (8, 2)),
+)
 """Dashes that distinguish curves in a print without colour."""
 
-MEASURE_WORDS = {word: word.upper() for word in ("cka", "cca", "svcca", "pwcca", "rsa", "rbf", "knn", "gulp")}
+MEASURE_WORDS = {
+    word: word.upper() for word in ("cka", "cca", "svcca", "pwcca", "rsa", "rbf", "knn", "gulp")
+}
 MEASURE_WORDS |= {"procrustes": "Procrustes", "jaccard": "Jaccard"}
 """Parts of names of measures that figures write in another way."""
 
@@ -44,7 +54,9 @@ def style_path() -> Path:
     candidates = (package / "style.mplstyle", package.parent / "style.mplstyle")
     style = next((path for path in candidates if path.is_file()), None)
     if style is None:
-        raise FileNotFoundError(f"style.mplstyle must be at one of {', '.join(map(str, candidates))}, got neither.")
+        raise FileNotFoundError(
+            f"style.mplstyle must be at one of {', '.join(map(str, candidates))}, got neither."
+        )
     return style
 
 
@@ -77,8 +89,8 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
         values: Numbers, [members, ...].
 
     Returns:
-        Float64 arrays without the first axis: mean (NaN without finite members), sample standard deviation with
-        divisor n - 1 (NaN for fewer than two), and number of finite members.
+        Float64 arrays without the first axis: mean (NaN without finite members), sample standard
+        deviation with divisor n - 1 (NaN for fewer than two), and number of finite members.
 
     Example:
         >>> mean, deviation, count = summarise(np.array([1.0, 3.0, np.nan]))
@@ -91,7 +103,9 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
     count = finite.sum(0)
     mean = np.where(count > 0, np.where(finite, values, 0.0).sum(0) / np.maximum(count, 1), np.nan)
     squares = (np.where(finite, values - mean, 0.0) ** 2).sum(0)
-    return Summary(mean, np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan), count)
+    return Summary(
+        mean, np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan), count
+    )
 
 
 def draws_each(curves: Real[np.ndarray, "members *points"]) -> bool:
@@ -124,7 +138,8 @@ def band(
         x: Positions, [points].
         curves: Curves, [members, points]. Values that are not finite are left out.
         label: Name in the legend.
-        within: Limits of the band: the range of the quantity, or the lowest value on a logarithmic axis.
+        within: Limits of the band: the range of the quantity, or the lowest value on a logarithmic
+            axis.
         line: Options of `Axes.plot`, for example `look(i)`.
     """
     checks.check_same_length("x", len(x), "curves", curves.shape[1], "points")
@@ -136,7 +151,12 @@ def band(
         low, high = (np.clip(edge, *within) for edge in summary.interval())
         axes.fill_between(x, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
     elif len(curves) > 1:
-        thin: dict[str, Any] = {"color": drawn.get_color(), "linewidth": 0.35, "alpha": 0.7, "zorder": 1.5}
+        thin: dict[str, Any] = {
+            "color": drawn.get_color(),
+            "linewidth": 0.35,
+            "alpha": 0.7,
+            "zorder": 1.5,
+        }
         axes.plot(x, np.asarray(curves).T, marker="." if len(x) == 1 else None, **thin)
 
 
@@ -156,7 +176,11 @@ def drawn_as(*curves: Real[np.ndarray, "..."], members: str = "seeds") -> str:
     if each == {True}:
         return f"{lines}, thin lines the {members}."
     student = f"{lines}, bands their {100 * LEVEL:g} % Student intervals"
-    these = f"; where {members} are few or fall into two groups, thin lines are these" if True in each else ""
+    these = (
+        f"; where {members} are few or fall into two groups, thin lines are these"
+        if True in each
+        else ""
+    )
     return f"{student}{these}."
 
 
@@ -200,13 +224,19 @@ def look(index: int) -> dict[str, Any]:
     """Return the colour, dashes and sparse markers of curve `index`."""
     # Offsets by curve, so that markers of neighbouring curves do not coincide.
     kind = index % len(MARKERS)
-    marks: dict[str, Any] = {"marker": MARKERS[kind], "markevery": (0.02 + 0.03 * kind, 0.25), "markersize": 2.2}
+    marks: dict[str, Any] = {
+        "marker": MARKERS[kind],
+        "markevery": (0.02 + 0.03 * kind, 0.25),
+        "markersize": 2.2,
+    }
     return {"color": color(index), "linestyle": DASHES[kind], **marks}
 
 
 @functools.cache
 def _colors() -> list[str]:
-    return mpl.rc_params_from_file(style_path(), use_default_template=False)["axes.prop_cycle"].by_key()["color"]
+    return mpl.rc_params_from_file(style_path(), use_default_template=False)[
+        "axes.prop_cycle"
+    ].by_key()["color"]
 
 
 def color(index: int) -> str:
@@ -241,7 +271,9 @@ def letter(*panels: Axes) -> None:
     """Write a, b, c, ..., A, B, ... in bold at the panels' upper left corners."""
     for mark, panel in zip(string.ascii_letters, panels, strict=False):
         place = {"xycoords": "axes fraction", "xytext": (-3, 3), "textcoords": "offset points"}
-        panel.annotate(mark, (0, 1), ha="right", va="bottom", fontweight="bold", fontsize=7, **place)
+        panel.annotate(
+            mark, (0, 1), ha="right", va="bottom", fontweight="bold", fontsize=7, **place
+        )
 
 
 def title_of(name: str) -> str:
@@ -250,7 +282,9 @@ def title_of(name: str) -> str:
 
 
 def heat(
-    axes: Axes, values: Real[np.ndarray, "rows columns"], shown: Sequence[Sequence[str]] | None = None
+    axes: Axes,
+    values: Real[np.ndarray, "rows columns"],
+    shown: Sequence[Sequence[str]] | None = None,
 ) -> AxesImage:
     """Draw a map of numbers from 0 (dark) to 1 (bright), and return its image for a colour bar.
 

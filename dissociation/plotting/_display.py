@@ -39,19 +39,23 @@ class Shown:
             # treescope needs JavaScript, so a still image or text comes first.
             encoded = base64.b64encode(self.png).decode()
             still = (
-                f'<img alt="{html.escape(self.text)}" style="max-width: 100%" src="data:image/png;base64,{encoded}">'
+                f'<img alt="{html.escape(self.text)}" style="max-width: 100%" '
+                f'src="data:image/png;base64,{encoded}">'
             )
         with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
             moving = treescope.render_to_html(self._value)
-        return f"{still}<details><summary>to look inside (needs JavaScript)</summary>{moving}</details>"
+        return (
+            f"{still}<details><summary>to look inside (needs "
+            f"JavaScript)</summary>{moving}</details>"
+        )
 
 
 def show(value: Any) -> Shown:
     """Return a view for a notebook: a model as text, an array as an image, and both in treescope's interactive view.
 
     Args:
-        value: A PyTree. An array of two axes is an image, one of three axes a row of images, in grey from 0 to the
-            largest value, or with negative values in red and blue about 0.
+        value: A PyTree. An array of two axes is an image, one of three axes a row of images, in
+            grey from 0 to the largest value, or with negative values in red and blue about 0.
 
     Raises:
         ValueError: If an array is empty.

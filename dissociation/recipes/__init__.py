@@ -19,6 +19,11 @@ if TYPE_CHECKING:
         squared_error,
         train_grokking,
     )
-    from dissociation.recipes._mnist import cross_entropy, fit_classifiers, fresh_networks, train_mnist
+    from dissociation.recipes._mnist import (
+        cross_entropy,
+        fit_classifiers,
+        fresh_networks,
+        train_mnist,
+    )
 else:
     __getattr__, __dir__ = attach(__name__)

@@ -42,8 +42,8 @@ def train_bilinear(
 ) -> FitResult:
     """Train stacked `BilinearNetwork`s by cross entropy on noisy images.
 
-    The learning rate falls along a cosine to zero, epoch by epoch. Gaussian noise is drawn for every image, step and
-    network. The last, smaller batch of an epoch is dropped.
+    The learning rate falls along a cosine to zero, epoch by epoch. Gaussian noise is drawn for
+    every image, step and network. The last, smaller batch of an epoch is dropped.
 
     Args:
         dataset: Images and one-hot labels.
@@ -60,8 +60,8 @@ def train_bilinear(
         **options: `callbacks`, `checkpoint`, `mesh`, `member_map` of `training.fit`.
 
     Returns:
-        Result of `fit`; `history.observed` holds "train_loss", "train_accuracy", "validation_loss" and
-        "validation_accuracy" without noise, each [seeds, epochs + 1].
+        Result of `fit`; `history.observed` holds "train_loss", "train_accuracy", "validation_loss"
+        and "validation_accuracy" without noise, each [seeds, epochs + 1].
 
     References:
         Pearce et al. (2024), section 4.
@@ -108,7 +108,9 @@ def train_bilinear(
 def _optimizer(settings: dict[str, Any]) -> optax.GradientTransformation:
     def rate(step: ArrayLike) -> Array:
         epoch = jnp.floor(jnp.asarray(step) / settings["epoch_steps"])
-        return 0.5 * settings["learning_rate"] * (1 + jnp.cos(jnp.pi * epoch / settings["num_epochs"]))
+        return (
+            0.5 * settings["learning_rate"] * (1 + jnp.cos(jnp.pi * epoch / settings["num_epochs"]))
+        )
 
     return optax.adamw(rate, weight_decay=settings["weight_decay"])
 
@@ -121,12 +123,16 @@ def loss_and_accuracy(
     return jnp.mean(optax.softmax_cross_entropy(logits, labels)), 1 - error_rate(logits, labels)
 
 
-def noisy_cross_entropy(noise: Scalar) -> Callable[[BilinearNetwork, tuple[Array, Array], Array], Array]:
+def noisy_cross_entropy(
+    noise: Scalar,
+) -> Callable[[BilinearNetwork, tuple[Array, Array], Array], Array]:
     """Return a loss: mean cross entropy of images with normal noise of this deviation."""
     scale = jnp.asarray(noise, float)
 
     def loss(model: BilinearNetwork, batch: tuple[Array, Array], key: Array) -> Array:
         images, labels = batch
-        return loss_and_accuracy(model, images + scale * normal(key, images.shape, images.dtype), labels)[0]
+        return loss_and_accuracy(
+            model, images + scale * normal(key, images.shape, images.dtype), labels
+        )[0]
 
     return loss

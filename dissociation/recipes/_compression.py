@@ -34,7 +34,13 @@ class Autoencoder(eqx.Module):
 
 @validated(finite=("images",), pixels=("images",))
 def train_compression(
-    images: Images, code: int = 4, *, key: PRNGKey, num_epochs: int = 10, batch_size: int = 100, **options: Any
+    images: Images,
+    code: int = 4,
+    *,
+    key: PRNGKey,
+    num_epochs: int = 10,
+    batch_size: int = 100,
+    **options: Any,
 ) -> Autoencoder:
     """Train an autoencoder by squared error, with Adam at 2e-3 falling along a cosine to zero.
 
@@ -76,5 +82,9 @@ def reconstruction_error(model: Autoencoder, batch: Images, key: Array) -> Float
 @eqx.filter_jit
 def encode(model: Autoencoder, images: Images) -> Float[Array, "n code"]:
     """Return codes of images, in slices of 500, which bound the memory of the convolutions."""
-    parts = jnp.split(jnp.asarray(images).reshape(-1, 28, 28), list(range(500, images.shape[0], 500)))
-    return jnp.concatenate([jax.vmap(model.encoder)(part) for part in parts])  # no loop: see `training.fit`
+    parts = jnp.split(
+        jnp.asarray(images).reshape(-1, 28, 28), list(range(500, images.shape[0], 500))
+    )
+    return jnp.concatenate(
+        [jax.vmap(model.encoder)(part) for part in parts]
+    )  # no loop: see `training.fit`

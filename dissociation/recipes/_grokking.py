@@ -10,7 +10,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from dissociation._core.checks import check_choice, check_count, check_non_negative, check_positive, check_seed, fail
+from dissociation._core.checks import (
+    check_choice,
+    check_count,
+    check_non_negative,
+    check_positive,
+    check_seed,
+    fail,
+)
 from dissociation._core.types import PRNGKeys, PyTree
 from dissociation._core.validation import validated
 from dissociation.data._datasets import Dataset
@@ -56,7 +63,9 @@ def observation_steps(num_steps: int) -> Int[np.ndarray, " times"]:
     """
     total = check_count("num_steps", num_steps, minimum=1)
     later = np.rint(np.arange(1, 151) * total / 150).astype(int)
-    steps = np.unique(np.concatenate([np.arange(30), np.arange(30, 151, 10), later[later > 150], [total]]))
+    steps = np.unique(
+        np.concatenate([np.arange(30), np.arange(30, 151, 10), later[later > 150], [total]])
+    )
     return steps[steps <= total]
 
 
@@ -80,7 +89,8 @@ def train_grokking(
 ) -> FitResult:
     """Train one network per weight decay and seed by squared error against one-hot labels.
 
-    A seed sets weights and order of batches, whatever the weight decay. Biases are scaled and decay too.
+    A seed sets weights and order of batches, whatever the weight decay. Biases are scaled and decay
+    too.
 
     Args:
         dataset: Images and one-hot labels.
@@ -99,9 +109,9 @@ def train_grokking(
         **fit_options: `callbacks`, `checkpoint`, `mesh`, `member_map` of `training.fit`.
 
     Returns:
-        Result of `fit`, members in the order of `Grid(weight_decay=weight_decays, seed=seeds)`. `history.observed` has
-        `CheapMeasures` at `observation_steps`, and under "expensive" `measures`, NaN outside of `measure_at`. The loss
-        is a sum over classes and batch.
+        Result of `fit`, members in the order of `Grid(weight_decay=weight_decays, seed=seeds)`.
+        `history.observed` has `CheapMeasures` at `observation_steps`, and under "expensive"
+        `measures`, NaN outside of `measure_at`. The loss is a sum over classes and batch.
     """
     check_choice("optimizer", optimizer, OPTIMIZERS)
     check_positive("learning_rate", learning_rate)
@@ -110,20 +120,40 @@ def train_grokking(
     check_non_negative("weight_decays", weight_decays)
     count = check_count("num_train", num_train, minimum=1)
     if count > len(dataset.train_images):
-        fail("num_train", f"be at most the number of training images ({len(dataset.train_images)})", num_train)
+        fail(
+            "num_train",
+            f"be at most the number of training images ({len(dataset.train_images)})",
+            num_train,
+        )
     times = observation_steps(num_steps)
     if not np.isin(measure_at, times).all():
-        fail("measure_at", "be steps of `observation_steps(num_steps)`", sorted(set(measure_at) - set(times.tolist())))
+        fail(
+            "measure_at",
+            "be steps of `observation_steps(num_steps)`",
+            sorted(set(measure_at) - set(times.tolist())),
+        )
     grid = Grid(weight_decay=weight_decays, seed=seeds)
     keys = jnp.stack([jax.random.PRNGKey(seed) for seed in grid.values["seed"].tolist()])
     # Keys of a seed alone: members of different weight decay must differ by nothing else.
-    init_keys, fit_keys = (jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(keys) for i in range(2))
+    init_keys, fit_keys = (
+        jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(keys) for i in range(2)
+    )
     # Images of a CNN have a fixed size.
-    sizes = {"classes": dataset.num_classes, **({"inputs": dataset.num_pixels} if network == "mlp" else {})}
+    sizes = {
+        "classes": dataset.num_classes,
+        **({"inputs": dataset.num_pixels} if network == "mlp" else {}),
+    }
     models = initial_models(init_keys, init_scale, network, {**sizes, **(options or {})})
-    images, labels = standardised(dataset.train_images[:count]), jnp.asarray(dataset.train_labels[:count])
-    rates = grid.hyperparams("weight_decay") | {"learning_rate": jnp.full(len(grid), learning_rate, float)}
-    cheap = CheapMeasures(images, labels, standardised(dataset.test_images), jnp.asarray(dataset.test_labels))
+    images, labels = (
+        standardised(dataset.train_images[:count]),
+        jnp.asarray(dataset.train_labels[:count]),
+    )
+    rates = grid.hyperparams("weight_decay") | {
+        "learning_rate": jnp.full(len(grid), learning_rate, float)
+    }
+    cheap = CheapMeasures(
+        images, labels, standardised(dataset.test_images), jnp.asarray(dataset.test_labels)
+    )
     asked = jnp.asarray(measure_at, int)
 
     def observe(model: MLP | CNN, step: Array, key: Array) -> dict[str, Any]:
@@ -170,15 +200,23 @@ def initial_models(
     scales = np.atleast_1d(np.asarray(init_scale, float))
     check_positive("init_scale", scales)
     if scales.shape not in ((1,), (len(keys),)):
-        fail("init_scale", f"be one number, or one for each of the {len(keys)} members", f"shape {scales.shape}")
-    return _scaled(keys, jnp.broadcast_to(jnp.asarray(scales, float), (len(keys),)), network, options or {})
+        fail(
+            "init_scale",
+            f"be one number, or one for each of the {len(keys)} members",
+            f"shape {scales.shape}",
+        )
+    return _scaled(
+        keys, jnp.broadcast_to(jnp.asarray(scales, float), (len(keys),)), network, options or {}
+    )
 
 
 @eqx.filter_jit
 def _scaled(keys: PRNGKeys, scales: Array, network: str, options: dict[str, Any]) -> PyTree:
     def build(key: Array, scale: Array) -> eqx.Module:
         model = (MLP if network == "mlp" else CNN)(**options, key=key)
-        return jax.tree.map(lambda leaf: scale * leaf if eqx.is_inexact_array(leaf) else leaf, model)
+        return jax.tree.map(
+            lambda leaf: scale * leaf if eqx.is_inexact_array(leaf) else leaf, model
+        )
 
     return eqx.filter_vmap(build)(keys, scales)
 
@@ -186,7 +224,9 @@ def _scaled(keys: PRNGKeys, scales: Array, network: str, options: dict[str, Any]
 OPTIMIZERS: dict[str, Callable[[dict[str, Any]], optax.GradientTransformation]] = {
     "adamw": lambda rates: optax.adamw(rates["learning_rate"], weight_decay=rates["weight_decay"]),
     # The decay comes first, so that the learning rate multiplies it as in AdamW.
-    "sgd": lambda h: optax.chain(optax.add_decayed_weights(h["weight_decay"]), optax.sgd(h["learning_rate"])),
+    "sgd": lambda h: optax.chain(
+        optax.add_decayed_weights(h["weight_decay"]), optax.sgd(h["learning_rate"])
+    ),
 }
 
 
@@ -215,13 +255,17 @@ class CheapMeasures(eqx.Module):
     def __call__(self, model: eqx.Module) -> dict[str, Array]:
         """Return accuracies, losses per image and measures of collapse by name, with prefix "test_" for test images.
 
-        "nc4_score" uses centres of training images. "weight_norm" is the Frobenius norm of all weights, "head_norm" of
-        the last layer's, without biases.
+        "nc4_score" uses centres of training images. "weight_norm" is the Frobenius norm of all
+        weights, "head_norm" of the last layer's, without biases.
         """
         classifier, _ = linear_head(model)
         # Biases have one axis.
-        weights = [leaf for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf) and leaf.ndim > 1]
-        norms = [jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in part)) for part in (weights, [classifier])]
+        weights = [
+            leaf for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf) and leaf.ndim > 1
+        ]
+        norms = [
+            jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in part)) for part in (weights, [classifier])
+        ]
         found: dict[str, Array] = dict(zip(("weight_norm", "head_norm"), norms, strict=True))
         centres = None
         data = (self.train_images, self.train_labels), (self.images, self.labels)
@@ -229,7 +273,8 @@ class CheapMeasures(eqx.Module):
             seen = representations(model, images)
             features, logits = seen["features"], seen["logits"]
             truth = jnp.argmax(labels, 1)
-            # Decompositions that XLA runs in parallel in one program on a CPU can wait for each other for ever.
+            # Decompositions that XLA runs in parallel in one program on a CPU can wait for each
+            # other for ever.
             found, features = after(found, features)
             moments = class_moments(features, truth, labels.shape[1], scatter=True)
             centres = moments if centres is None else centres
@@ -252,5 +297,8 @@ class CheapMeasures(eqx.Module):
                 "nc3_score": self_duality(moments, classifier),
                 "nc4_score": nearest_centre_agreement(features, logits, centres),
             }
-            found |= {name if split == "train" else f"test_{name}": value for name, value in measured.items()}
+            found |= {
+                name if split == "train" else f"test_{name}": value
+                for name, value in measured.items()
+            }
         return found

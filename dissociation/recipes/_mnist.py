@@ -47,7 +47,12 @@ def train_mnist(
         An `eqx.nn.MLP` without biases whose `layers[i].weight` has seeds first.
     """
     return fit_classifiers(
-        num_epochs=num_epochs, num_seeds=num_seeds, key=key, dataset=dataset, width=width, progress=progress
+        num_epochs=num_epochs,
+        num_seeds=num_seeds,
+        key=key,
+        dataset=dataset,
+        width=width,
+        progress=progress,
     ).models
 
 
@@ -67,32 +72,36 @@ def fit_classifiers(
 ) -> FitResult:
     """Train stacked networks by stochastic gradient descent on the cross entropy.
 
-    Batches of 128 come in one order for all seeds; the last of an epoch is smaller. The learning rate falls linearly
-    from 1e-1 to 1e-6.
+    Batches of 128 come in one order for all seeds; the last of an epoch is smaller. The learning
+    rate falls linearly from 1e-1 to 1e-6.
 
     Args:
         num_epochs: Passes over the training images; 0 returns initial networks.
         num_seeds: Number of networks.
-        key: Key, split once into one per network and one for the order of batches; None is `jax.random.PRNGKey(37)`.
+        key: Key, split once into one per network and one for the order of batches; None is
+            `jax.random.PRNGKey(37)`.
         dataset: "mnist", "glyphs", or a loaded `Dataset`.
         width: Width of hidden layers, in networks of images of the last one.
         progress: Meter of loss and test error over seeds; None for silence.
-        network: "mlp", ReLU with two hidden layers and no biases, or for 28 x 28 pixels "cnn", "resnet" or
-            "transformer" of `models`.
+        network: "mlp", ReLU with two hidden layers and no biases, or for 28 x 28 pixels "cnn",
+            "resnet" or "transformer" of `models`.
         mesh: Devices for the seeds, see `training.fit`.
         checkpoint: File to write and to resume from, see `training.fit`.
-        observe: Observation before training and after every epoch, see `training.Save`; default: `HeldOutPerformance`.
+        observe: Observation before training and after every epoch, see `training.Save`; default:
+            `HeldOutPerformance`.
 
     Returns:
-        A `FitResult` whose `history.observed` is `{"test_error", "test_loss"}`, [seeds, epochs + 1] each, or that of
-        `observe`.
+        A `FitResult` whose `history.observed` is `{"test_error", "test_loss"}`, [seeds, epochs + 1]
+        each, or that of `observe`.
     """
     key = jax.random.PRNGKey(DEFAULT_SEED) if key is None else key
     data = load(dataset) if isinstance(dataset, str) else dataset
     check_sizes(num_seeds=num_seeds, width=width)
     check_choice("network", network, NETWORKS)
     keys = jax.random.split(key, num_seeds + 1)
-    models = _networks(keys[:num_seeds], data.train_images.shape[1], data.train_labels.shape[1], width, network)
+    models = _networks(
+        keys[:num_seeds], data.train_images.shape[1], data.train_labels.shape[1], width, network
+    )
     # A small dataset may have fewer images than a batch.
     batch_size = min(BATCH_SIZE, len(data.train_images))
     total = num_epochs * steps_per_epoch(len(data.train_images), batch_size)
@@ -100,7 +109,9 @@ def fit_classifiers(
     return fit(
         models,
         # A schedule needs a step, also for no epochs.
-        make_step(cross_entropy, optax.sgd(optax.linear_schedule(FIRST_RATE, LAST_RATE, max(total, 1)))),
+        make_step(
+            cross_entropy, optax.sgd(optax.linear_schedule(FIRST_RATE, LAST_RATE, max(total, 1)))
+        ),
         Epochs((data.train_images, data.train_labels), batch_size),
         num_epochs=num_epochs,
         key=keys[num_seeds],
@@ -128,17 +139,30 @@ def fresh_networks(
     return _networks(jax.random.split(key, num_seeds), num_inputs, num_classes, width)
 
 
-def _networks(keys: Array, num_inputs: int, num_classes: int, width: int, network: str = "mlp") -> Any:
+def _networks(
+    keys: Array, num_inputs: int, num_classes: int, width: int, network: str = "mlp"
+) -> Any:
     def one(key: Array) -> eqx.Module:
         if network in IMAGE_NETWORKS:
             return IMAGE_NETWORKS[network](width, num_classes, key=key)
-        return eqx.nn.MLP(num_inputs, num_classes, width, 2, jax.nn.relu, use_bias=False, use_final_bias=False, key=key)
+        return eqx.nn.MLP(
+            num_inputs,
+            num_classes,
+            width,
+            2,
+            jax.nn.relu,
+            use_bias=False,
+            use_final_bias=False,
+            key=key,
+        )
 
     return eqx.filter_vmap(one)(keys)
 
 
 @validated
-def cross_entropy(model: Any, batch: tuple[Array, Array], key: Array | None = None) -> Float[Array, ""]:
+def cross_entropy(
+    model: Any, batch: tuple[Array, Array], key: Array | None = None
+) -> Float[Array, ""]:
     """Return the mean over the batch of -sum_k y_k log softmax(f(x))_k, in nats.
 
     Args:

@@ -99,12 +99,18 @@ class Atoms:
             if atom not in self._parts:
                 return axis._replace(atom=atom)
             count = itertools.count()
-            return self.resolve(mapped(self._parts[atom], lambda leaf: leaf._replace(name=(*axis.name, next(count)))))
+            return self.resolve(
+                mapped(
+                    self._parts[atom], lambda leaf: leaf._replace(name=(*axis.name, next(count)))
+                )
+            )
         if isinstance(axis, Order):
             return self._ordered(self.resolve(axis.part), axis.order)
         parts: list[Axis] = []
         for part in map(self.resolve, axis.parts):
-            parts += part.parts if not isinstance(part, Leaf) and type(part) is type(axis) else (part,)
+            parts += (
+                part.parts if not isinstance(part, Leaf) and type(part) is type(axis) else (part,)
+            )
         return parts[0] if len(parts) == 1 else type(axis)(tuple(parts))
 
     def leaves(self, axis: Axis | None) -> list[Leaf]:
@@ -168,7 +174,9 @@ class Atoms:
             if cycle:
                 cycles.setdefault(len(cycle), []).append(cycle)
         reason = "it meets itself in another order"
-        parts = tuple(Product((self.new(len(own)), self.new(n, reason))) for n, own in cycles.items())
+        parts = tuple(
+            Product((self.new(len(own)), self.new(n, reason))) for n, own in cycles.items()
+        )
         places = np.concatenate([np.ravel(own) for own in cycles.values()])
         self._parts[atom] = Order(Sum(parts), np.argsort(places))
 
@@ -185,7 +193,9 @@ class Atoms:
             if len(runs) == len(axis.parts):
                 own = zip(owner[runs], np.split(order, runs[1:]), strict=True)
                 starts = [0, *ends]
-                return self.resolve(Sum(tuple(Order(axis.parts[k], piece - starts[k]) for k, piece in own)))
+                return self.resolve(
+                    Sum(tuple(Order(axis.parts[k], piece - starts[k]) for k, piece in own))
+                )
         if isinstance(axis, Product):
             sizes = [size_of(part) for part in axis.parts]
             grids = [place.reshape(sizes) for place in np.unravel_index(order, sizes)]
@@ -212,8 +222,12 @@ class Atoms:
                 for axis in (a, b):
                     self.freeze(axis, "its indices are in two orders")
                 return
-            met = self._met(placed[0], placed[1], size_of(a)) + self._met(placed[1], placed[0], size_of(a))
-            parted = next(((leaf, others) for leaf, others in met if (others != others[0]).any()), None)
+            met = self._met(placed[0], placed[1], size_of(a)) + self._met(
+                placed[1], placed[0], size_of(a)
+            )
+            parted = next(
+                ((leaf, others) for leaf, others in met if (others != others[0]).any()), None
+            )
             if parted is None:
                 break
             self._part(*parted)
@@ -238,7 +252,10 @@ class Atoms:
         order = np.argsort(classes, kind="stable")
         reason = self._reasons[leaf.atom]
         sizes = np.unique(classes, return_counts=True)[1].tolist()
-        self._refine(leaf.atom, Order(Sum(tuple(self.new(size, reason) for size in sizes)), np.argsort(order)))
+        self._refine(
+            leaf.atom,
+            Order(Sum(tuple(self.new(size, reason) for size in sizes)), np.argsort(order)),
+        )
 
     def taken(self, axis: Axis | None, indices: np.ndarray) -> Any:
         """Return the axis of a result that reads `axis` at `indices`."""
@@ -259,7 +276,10 @@ class Atoms:
             starts = np.cumsum([0, *(size_of(part) for part in axis.parts)])
             owner = np.searchsorted(starts, indices, side="right") - 1
             places = [np.flatnonzero(owner == k) for k in range(len(axis.parts))]
-            there = [(part, places[k], indices[places[k]] - starts[k]) for k, part in enumerate(axis.parts)]
+            there = [
+                (part, places[k], indices[places[k]] - starts[k])
+                for k, part in enumerate(axis.parts)
+            ]
             parts = [(self.taken(part, own), where) for part, where, own in there if len(own)]
         elif self._reasons[axis.atom]:
             return self.new(len(indices), self._reasons[axis.atom])
@@ -276,12 +296,15 @@ class Atoms:
     def _taken_product(self, axis: Product, indices: np.ndarray) -> Axis:
         inner = size_of(axis) // size_of(axis.parts[0])
         outer, within = np.divmod(indices, inner)
-        # Indices can be split into indices of each part only if they form a grid, of outer and inner indices.
+        # Indices can be split into indices of each part only if they form a grid, of outer and
+        # inner indices.
         for length in (n for n in range(1, len(indices) + 1) if len(indices) % n == 0):
             grids = outer.reshape(-1, length), within.reshape(-1, length)
             if (grids[0] == grids[0][:, :1]).all() and (grids[1] == grids[1][:1]).all():
                 head = self.taken(axis.parts[0], grids[0][:, 0])
-                return self.resolve(Product((head, self.taken(Product(axis.parts[1:]), grids[1][0]))))
+                return self.resolve(
+                    Product((head, self.taken(Product(axis.parts[1:]), grids[1][0])))
+                )
         reason = "it is read across its blocks"
         self.freeze(axis, reason)
         return self.new(len(indices), reason)
@@ -415,16 +438,26 @@ class Atoms:
         else:
             grid = places.reshape(*sizes, -1)
             pieces = [np.moveaxis(grid, k, 0).reshape(size, -1) for k, size in enumerate(sizes)]
-        return [each for part, own in zip(axis.parts, pieces, strict=True) for each in self.placed(part, own)]
+        return [
+            each
+            for part, own in zip(axis.parts, pieces, strict=True)
+            for each in self.placed(part, own)
+        ]
 
 
 def has_order(axis: Axis) -> bool:
     """Test whether an axis has reordered parts."""
-    return isinstance(axis, Order) or (not isinstance(axis, Leaf) and any(map(has_order, axis.parts)))
+    return isinstance(axis, Order) or (
+        not isinstance(axis, Leaf) and any(map(has_order, axis.parts))
+    )
 
 
 def _leaves(axis: Axis) -> list[Leaf]:
-    return [axis] if isinstance(axis, Leaf) else [leaf for part in axis.parts for leaf in _leaves(part)]
+    return (
+        [axis]
+        if isinstance(axis, Leaf)
+        else [leaf for part in axis.parts for leaf in _leaves(part)]
+    )
 
 
 def size_of(axis: Axis) -> int:

@@ -77,7 +77,11 @@ def barrier(loss: Callable[[Any], Array], a: Any, b: Any, *, num_points: int = 1
     """
     shares = jnp.linspace(0.0, 1.0, check_count("num_points", num_points, minimum=3))
     found = eqx.filter_eval_shape(loss, a)
-    if not hasattr(found, "dtype") or found.shape != () or jnp.issubdtype(found.dtype, jnp.complexfloating):
+    if (
+        not hasattr(found, "dtype")
+        or found.shape != ()
+        or jnp.issubdtype(found.dtype, jnp.complexfloating)
+    ):
         fail_kind("loss", "return a single real number", found)
     # One point after another bounds the memory.
     losses = jax.lax.map(lambda share: jnp.asarray(loss(interpolate(a, b, share)), float), shares)
@@ -100,7 +104,9 @@ class Barriers(NamedTuple):
 
     def __repr__(self) -> str:
         pairs = np.triu_indices(len(self.after), 1)
-        means = ", ".join(f"{name}={getattr(self, name)[pairs].mean():.4g}" for name in ("before", "after"))
+        means = ", ".join(
+            f"{name}={getattr(self, name)[pairs].mean():.4g}" for name in ("before", "after")
+        )
         return f"Barriers({len(pairs[0])} pairs of {len(self.after)} members, means {means})"
 
     def interval(self, of: str = "after", *, level: float = 0.9) -> MemberInterval:
@@ -109,12 +115,13 @@ class Barriers(NamedTuple):
         The interval is that of `similarity.member_interval`, which leaves out one member at a time.
 
         Args:
-            of: Barriers to average: "after" matching, "before" matching, or "fall", by which matching lowers each
-                pair's barrier.
+            of: Barriers to average: "after" matching, "before" matching, or "fall", by which
+                matching lowers each pair's barrier.
             level: Coverage, between 0 and 1.
 
         Raises:
-            ValueError: If there are fewer than three members, `of` is unknown or `level` is out of range.
+            ValueError: If there are fewer than three members, `of` is unknown or `level` is out of
+                range.
         """
         check_choice("of", of, ("after", "before", "fall"))
         if len(self.after) < 3:
@@ -154,9 +161,13 @@ def barriers(
     before, after = np.zeros((2, number, number))
     matchings = {}
     for i, j in combinations(range(number), 2):
-        found = matchings[i, j] = match_weights(parts[i], parts[j], groups, num_starts=num_starts, key=key)
+        found = matchings[i, j] = match_weights(
+            parts[i], parts[j], groups, num_starts=num_starts, key=key
+        )
         before[i, j] = before[j, i] = _height(loss, parts[i], parts[j], num_points)
-        after[i, j] = after[j, i] = _height(loss, parts[i], found.apply(parts[j], groups), num_points)
+        after[i, j] = after[j, i] = _height(
+            loss, parts[i], found.apply(parts[j], groups), num_points
+        )
     return Barriers(before, after, matchings)
 
 
@@ -203,10 +214,16 @@ def renormalised(model: Any, state: Any, inputs: Any) -> Any:
         if not is_norm(part):
             return part
         # The name of the axis of `vmap` below, whatever the model was trained with.
-        return eqx.tree_at(lambda norm: norm.axis_name, eqx.nn.inference_mode(part, False), "samples")
+        return eqx.tree_at(
+            lambda norm: norm.axis_name, eqx.nn.inference_mode(part, False), "samples"
+        )
 
     training = jax.tree.map(trained, eqx.nn.inference_mode(model), is_leaf=is_norm)
     inputs = as_examples("inputs", inputs, finite=True)
-    run = jax.vmap(lambda x, s: training(x, s)[1], in_axes=(0, None), out_axes=None, axis_name="samples")
-    check_takes("model", lambda x: called((model, state), x), jax.tree.map(lambda part: part[0], inputs))
+    run = jax.vmap(
+        lambda x, s: training(x, s)[1], in_axes=(0, None), out_axes=None, axis_name="samples"
+    )
+    check_takes(
+        "model", lambda x: called((model, state), x), jax.tree.map(lambda part: part[0], inputs)
+    )
     return eqx.filter_jit(run)(inputs, state)

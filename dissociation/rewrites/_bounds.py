@@ -36,9 +36,11 @@ class Bounds(NamedTuple):
         measured: Value of the representations as they are.
         low: Smallest value found.
         high: Largest value found.
-        low_factors: Factors of the neurons of x and of y at `low`; ones for a representation that is not scaled.
+        low_factors: Factors of the neurons of x and of y at `low`; ones for a representation that
+            is not scaled.
         high_factors: Factors of x and of y at `high`.
-        ends: Minimum (row 0) and maximum (row 1) from each start, [2, starts]. If a row varies much, use more starts.
+        ends: Minimum (row 0) and maximum (row 1) from each start, [2, starts]. If a row varies
+            much, use more starts.
     """
 
     measured: Float[Array, ""]
@@ -62,7 +64,9 @@ class Bounds(NamedTuple):
             ValueError: If the group is not homogeneous of a positive degree in one way.
         """
         check_choice("side", side, SIDES)
-        return scale_activity(group, at_end(end, self.low_factors, self.high_factors)[SIDES.index(side)])
+        return scale_activity(
+            group, at_end(end, self.low_factors, self.high_factors)[SIDES.index(side)]
+        )
 
 
 @validated(finite=("x", "y"))
@@ -79,20 +83,21 @@ def similarity_bounds(
 ) -> Bounds:
     """Return inner bounds of a measure over positive scalings of the neurons of one network or both.
 
-    Scaled networks with the same function attain every value. For exact limits of linear CKA with one free network, see
-    `cka_range`.
+    Scaled networks with the same function attain every value. For exact limits of linear CKA with
+    one free network, see `cka_range`.
 
     Args:
         x: A representation whose neurons may be scaled.
         y: Another representation of the same samples.
-        measure: A name in `similarity.MEASURES`, or a function of x and y. Without a derivative, as for neighbours or
-            ranks, only starts are compared. The overall scale dominates measures that depend on it, as the Procrustes
-            distance. Measures that are invariant to the scale of a neuron, as CCA, have one value.
+        measure: A name in `similarity.MEASURES`, or a function of x and y. Without a derivative, as
+            for neighbours or ranks, only starts are compared. The overall scale dominates measures
+            that depend on it, as the Procrustes distance. Measures that are invariant to the scale
+            of a neuron, as CCA, have one value.
         free: "both", or "x" to keep y as it is.
-        largest_factor: Largest length of centred activity, in units of the mean over neurons, more than 1. The smallest
-            length is its inverse.
-        num_starts: Number of starts, at least 4: lengths as they are, equal lengths, the single neurons of x least and
-            most similar to y, then random lengths.
+        largest_factor: Largest length of centred activity, in units of the mean over neurons, more
+            than 1. The smallest length is its inverse.
+        num_starts: Number of starts, at least 4: lengths as they are, equal lengths, the single
+            neurons of x least and most similar to y, then random lengths.
         num_steps: Steps of Adam from each start.
         key: Key of the random starts.
 
@@ -111,22 +116,43 @@ def similarity_bounds(
         if known.same_width:
             fail("measure", "compare representations", f"{measure!r}, which compares outputs")
         if known.host:
-            fail_kind("measure", "be computed on the device", f"{measure!r}, a step of which the host does")
+            fail_kind(
+                "measure",
+                "be computed on the device",
+                f"{measure!r}, a step of which the host does",
+            )
         measure = known.function
         # Scaling neurons cannot change such a measure: there is nothing to search.
         of_x = known.invariances_at(*first.shape)
         of_y = known.invariances_of_y or known.invariances
         if "D" in of_x and (free == "x" or "D" in of_y):
-            value, ones = measure(first, second), (jnp.ones_like(first[0]), jnp.ones_like(second[0]))
+            value, ones = (
+                measure(first, second),
+                (jnp.ones_like(first[0]), jnp.ones_like(second[0])),
+            )
             return Bounds(value, value, value, ones, ones, jnp.broadcast_to(value, (2, num_starts)))
     return _bounds(
-        first, second, typed(key), jnp.asarray(largest_factor), measure, free == "both", num_starts, num_steps
+        first,
+        second,
+        typed(key),
+        jnp.asarray(largest_factor),
+        measure,
+        free == "both",
+        num_starts,
+        num_steps,
     )
 
 
 @eqx.filter_jit
 def _bounds(
-    x: Array, y: Array, key: Array, largest: Array, measure: Callable[..., Any], both: bool, starts: int, steps: int
+    x: Array,
+    y: Array,
+    key: Array,
+    largest: Array,
+    measure: Callable[..., Any],
+    both: bool,
+    starts: int,
+    steps: int,
 ) -> Bounds:
     # Logarithms keep factors positive and give shrinking and growing the same step size.
     limit = jnp.log(largest).astype(x.dtype)
@@ -134,7 +160,9 @@ def _bounds(
 
     def factors(logs: Any) -> Any:
         """Return the factors that give neurons these log-lengths, in units of the mean length."""
-        first, second = (jnp.exp(u) * jnp.mean(own) / own for u, own in zip(logs, lengths, strict=True))
+        first, second = (
+            jnp.exp(u) * jnp.mean(own) / own for u, own in zip(logs, lengths, strict=True)
+        )
         return first, second if both else jnp.ones_like(second)
 
     def value(given: Any) -> Array:
@@ -145,18 +173,26 @@ def _bounds(
         return eqx.tree_at(lambda s: s.arrays, state, inside)
 
     rate = optax.cosine_decay_schedule(0.3, steps + 1)
-    step = make_step(lambda logs, batch, key: batch[0] * value(factors(logs)), optax.adam(rate), after_update=project)
+    step = make_step(
+        lambda logs, batch, key: batch[0] * value(factors(logs)),
+        optax.adam(rate),
+        after_update=project,
+    )
 
     def descended(job: Any) -> Any:
         """Return the better of a start and the end of its descent, with value and factors."""
         sign, start = job
         # Nothing is drawn from the key.
-        end = train(step.init(start), step, FullBatch(sign[None]), steps, key=jax.random.key(0))[0].model
+        end = train(step.init(start), step, FullBatch(sign[None]), steps, key=jax.random.key(0))[
+            0
+        ].model
         there = factors(start), factors(end)
         costs = jnp.stack([sign * value(given) for given in there])
         # An undefined value must not win over a defined one.
         costs = jnp.where(jnp.isnan(costs), jnp.inf, costs)
-        return jnp.min(costs), jax.tree.map(lambda *both: jnp.where(costs[1] < costs[0], both[1], both[0]), *there)
+        return jnp.min(costs), jax.tree.map(
+            lambda *both: jnp.where(costs[1] < costs[0], both[1], both[0]), *there
+        )
 
     begun: Any = _starts(x, y, key, limit, lengths, measure, both, starts)
     signs = jnp.repeat(jnp.array([1.0, -1.0], x.dtype), starts)
@@ -170,15 +206,27 @@ def _bounds(
     moved = jnp.min(costs, 1) < jnp.stack([measured, -measured])
 
     def end(k: int) -> tuple[Array, Any]:
-        kept = jax.tree.map(lambda side: jnp.where(moved[k], side[k * starts + best[k]], jnp.ones_like(side[0])), given)
+        kept = jax.tree.map(
+            lambda side: jnp.where(moved[k], side[k * starts + best[k]], jnp.ones_like(side[0])),
+            given,
+        )
         return jnp.where(moved[k], costs[k, best[k]] * (1 - 2 * k), measured), kept
 
     (low, low_factors), (high, high_factors) = end(0), end(1)
-    return Bounds(measured, low, high, low_factors, high_factors, costs * jnp.array([[1.0], [-1.0]], x.dtype))
+    return Bounds(
+        measured, low, high, low_factors, high_factors, costs * jnp.array([[1.0], [-1.0]], x.dtype)
+    )
 
 
 def _starts(
-    x: Array, y: Array, key: Array, limit: Array, lengths: Any, measure: Callable[..., Any], both: bool, number: int
+    x: Array,
+    y: Array,
+    key: Array,
+    limit: Array,
+    lengths: Any,
+    measure: Callable[..., Any],
+    both: bool,
+    number: int,
 ) -> tuple[Array, Array]:
     """Return initial log-lengths of both sides, [starts, neurons]."""
     own = [jnp.clip(jnp.log(side / jnp.mean(side)), -limit, limit) for side in lengths]
@@ -187,14 +235,29 @@ def _starts(
     firsts = jnp.stack([jnp.nanargmin(alone), jnp.nanargmax(alone)])
     of_y = jnp.zeros_like(own[1])
     if both:
-        others = [jax.lax.map(lambda one, i=i: measure(x[:, i][:, None], one[:, None]), y.T) for i in firsts]
-        of_y = _single(jnp.stack([jnp.nanargmin(others[0]), jnp.nanargmax(others[1])]), y.shape[1], limit)
+        others = [
+            jax.lax.map(lambda one, i=i: measure(x[:, i][:, None], one[:, None]), y.T)
+            for i in firsts
+        ]
+        of_y = _single(
+            jnp.stack([jnp.nanargmin(others[0]), jnp.nanargmax(others[1])]), y.shape[1], limit
+        )
     keys = jax.random.split(key, 2)
     spreads = jnp.linspace(0.5, 2.0, number - 4, dtype=x.dtype)[:, None]
-    sides = zip((_single(firsts, x.shape[1], limit), jnp.broadcast_to(of_y, (2, y.shape[1]))), own, keys, strict=True)
+    sides = zip(
+        (_single(firsts, x.shape[1], limit), jnp.broadcast_to(of_y, (2, y.shape[1]))),
+        own,
+        keys,
+        strict=True,
+    )
     made = [
         jnp.concatenate(
-            [u[None], jnp.zeros_like(u)[None], ends, spreads * jax.random.normal(k, (number - 4, u.size), x.dtype)]
+            [
+                u[None],
+                jnp.zeros_like(u)[None],
+                ends,
+                spreads * jax.random.normal(k, (number - 4, u.size), x.dtype),
+            ]
         )
         for ends, u, k in sides
     ]

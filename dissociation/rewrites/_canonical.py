@@ -42,35 +42,43 @@ Arrays = list[np.ndarray]
 
 @validated
 def canonical(
-    model: Any, example: Any, *, tolerance: Positive = 1e-5, inputs: Any = None, call: Call | None = None
+    model: Any,
+    example: Any,
+    *,
+    tolerance: Positive = 1e-5,
+    inputs: Any = None,
+    call: Call | None = None,
 ) -> Any:
     """Return the canonical form of a network, with the same function and dtypes.
 
-    Neurons without incoming or outgoing weights are dropped, incoming weights are scaled to length one, neurons with
-    equal incoming weights are merged, or dropped if their outgoing weights cancel. Neurons are ordered by incoming
-    weights, from the first layer on. An empty group keeps one neuron of zeros. Neurons tied up to rounding, as in
-    layers of thousands, have an arbitrary order, which `fingerprint` ignores.
+    Neurons without incoming or outgoing weights are dropped, incoming weights are scaled to length
+    one, neurons with equal incoming weights are merged, or dropped if their outgoing weights
+    cancel. Neurons are ordered by incoming weights, from the first layer on. An empty group keeps
+    one neuron of zeros. Neurons tied up to rounding, as in layers of thousands, have an arbitrary
+    order, which `fingerprint` ignores.
 
     Args:
-        model: A network whose groups are homogeneous of degree one and can be widened: perceptrons, convolutional and
-            residual networks with ReLU-like activations, without normalisation or layers stacked in a scan. Pairs
-            relu(z) - relu(-z) = z are not merged, rotations of linear layers not undone.
+        model: A network whose groups are homogeneous of degree one and can be widened: perceptrons,
+            convolutional and residual networks with ReLU-like activations, without normalisation or
+            layers stacked in a scan. Pairs relu(z) - relu(-z) = z are not merged, rotations of
+            linear layers not undone.
         example: One example, see `rewrites.neuron_groups`.
-        tolerance: Distance of normalised incoming weights below which neurons are merged. Merged outgoing weights below
-            this fraction of their absolute sum count as cancelled.
-        inputs: Examples, samples first. Neurons that are zero on all of them are dropped; the function is kept on these
-            inputs alone.
+        tolerance: Distance of normalised incoming weights below which neurons are merged. Merged
+            outgoing weights below this fraction of their absolute sum count as cancelled.
+        inputs: Examples, samples first. Neurons that are zero on all of them are dropped; the
+            function is kept on these inputs alone.
         call: See `rewrites.neuron_groups`.
 
     Raises:
-        ValueError: If a group lacks these properties, the program depends on its size, or neurons of a residual
-            stream are written by its blocks alone.
+        ValueError: If a group lacks these properties, the program depends on its size, or neurons
+            of a residual stream are written by its blocks alone.
         TypeError: If the network is traced.
     """
     leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
     for name, settled in sequence.items():
         rows = _rows(leaves, groups[name], settled)
-        # A seed that depends on the shape alone gives all networks of one function the same direction.
+        # A seed that depends on the shape alone gives all networks of one function the same
+        # direction.
         direction = np.random.default_rng(rows.shape[1]).standard_normal(rows.shape[1])
         order = np.argsort(rows @ direction, kind="stable")
         for slot in groups[name].slots:
@@ -80,14 +88,19 @@ def canonical(
 
 @validated
 def fingerprint(
-    model: Any, example: Any, *, tolerance: Positive = 1e-5, inputs: Any = None, call: Call | None = None
+    model: Any,
+    example: Any,
+    *,
+    tolerance: Positive = 1e-5,
+    inputs: Any = None,
+    call: Call | None = None,
 ) -> Float[Array, " numbers"]:
     """Return a vector with one number more than the canonical form, for `fingerprint_distance`.
 
-    It does not depend on the order of neurons: every axis of neurons is multiplied by functions of the incoming
-    weights, [neurons, neurons]. All but the normalised arrays are divided by their common root mean square, whose
-    logarithm comes last.
-    The length depends on the numbers of neurons. Arguments and errors are those of `canonical`.
+    It does not depend on the order of neurons: every axis of neurons is multiplied by functions of
+    the incoming weights, [neurons, neurons]. All but the normalised arrays are divided by their
+    common root mean square, whose logarithm comes last. The length depends on the numbers of
+    neurons. Arguments and errors are those of `canonical`.
     """
     leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
     slots = [groups[name].slots[index] for name, settled in sequence.items() for index in settled]
@@ -105,7 +118,9 @@ def fingerprint(
 
 
 @validated(finite=("a", "b"))
-def fingerprint_distance(a: Float[Array | np.ndarray, " numbers"], b: Float[Array | np.ndarray, " others"]) -> float:
+def fingerprint_distance(
+    a: Float[Array | np.ndarray, " numbers"], b: Float[Array | np.ndarray, " others"]
+) -> float:
     """Return |a - b| over the larger of |a| and |b|; infinite if lengths differ.
 
     Rewrites of one network differ by about the rounding of their weights.
@@ -125,13 +140,16 @@ def _reduced(
     groups = neuron_groups(model, example, call=call, single=True)
     others = [f"{name} ({reason})" for name, group in groups.items() if (reason := _refused(group))]
     if others:
-        wanted = "have groups that are homogeneous of degree one, in one way and one copy, without normalisation"
+        wanted = (
+            "have groups that are homogeneous of degree one, in one way and one copy, "
+            "without normalisation"
+        )
         fail("model", wanted, f"others: {', '.join(others)}")
     leaves = known_parameters("model", model, "a canonical form is a step")
     for group in groups.values() if inputs is not None else ():
         _silence(leaves, group, model, inputs, call)
-    # Sums of the absolute values that were merged into each number. A number that has cancelled up to rounding is small
-    # beside its sum, in whichever pass it did.
+    # Sums of the absolute values that were merged into each number. A number that has cancelled up
+    # to rounding is small beside its sum, in whichever pass it did.
     sizes = [np.abs(leaf) for leaf in leaves]
     sequence = _sequence(groups)
     for _ in range(PASSES):
@@ -143,7 +161,9 @@ def _reduced(
     # An axis must keep one entry.
     kept = [np.flatnonzero(_lengths(leaves, group, _made(group))) for group in groups.values()]
     kept = [each if len(each) else np.zeros(1, int) for each in kept]
-    smaller = [group for group, each in zip(groups.values(), kept, strict=True) if len(each) < group.size]
+    smaller = [
+        group for group, each in zip(groups.values(), kept, strict=True) if len(each) < group.size
+    ]
     found, places = resized(list(groups.values()), kept)
     for (leaf, axis), old in places.items():
         leaves[leaf] = np.take(leaves[leaf], old, axis)
@@ -168,7 +188,9 @@ def _multiply(leaves: Arrays, slots: Sequence[Slot], factors: np.ndarray) -> Non
     """Multiply the weights at each neuron by factors [neurons], in place."""
     for slot in slots:
         own = factors.reshape(-1, *[1] * leaves[slot.leaf].ndim)
-        leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], slot.blocks(leaves[slot.leaf]) * own)
+        leaves[slot.leaf] = slot.with_blocks(
+            leaves[slot.leaf], slot.blocks(leaves[slot.leaf]) * own
+        )
 
 
 def _with(leaves: Arrays, model: Any) -> Any:
@@ -196,7 +218,9 @@ def _refused(group: NeuronGroup) -> str:
 
 def _rows(leaves: Arrays, group: NeuronGroup, slots: list[int]) -> np.ndarray:
     """Return the weights at each neuron in some slots of a group, [neurons, numbers]."""
-    return np.concatenate([group.slots[index].rows(leaves[group.slots[index].leaf]) for index in slots], 1)
+    return np.concatenate(
+        [group.slots[index].rows(leaves[group.slots[index].leaf]) for index in slots], 1
+    )
 
 
 def _lengths(leaves: Arrays, group: NeuronGroup, slots: list[int]) -> np.ndarray:
@@ -209,15 +233,22 @@ def _made(group: NeuronGroup, side: int = 1) -> list[int]:
     return np.flatnonzero(side * exponents > 0).tolist()
 
 
-def _merge(leaves: Arrays, sizes: Arrays, group: NeuronGroup, settled: list[int], tolerance: float) -> None:
+def _merge(
+    leaves: Arrays, sizes: Arrays, group: NeuronGroup, settled: list[int], tolerance: float
+) -> None:
     """Normalise and merge neurons of a group, in place; others become zero."""
     exponents: Any = group.scaling
     makes, reads = _made(group), _made(group, -1)
     alive = _lengths(leaves, group, makes) > 0
-    # Other groups write to a residual stream too: their scale is theirs, so only settled slots have a length.
+    # Other groups write to a residual stream too: their scale is theirs, so only settled slots have
+    # a length.
     lengths = _lengths(leaves, group, [index for index in settled if index in makes] or makes)
     if (alive & (lengths == 0)).any():
-        fail("model", f"write to all neurons of {group.name} by its own weights", "some of residual branches only")
+        fail(
+            "model",
+            f"write to all neurons of {group.name} by its own weights",
+            "some of residual branches only",
+        )
     lengths = np.where(lengths > 0, lengths, 1.0)
     for arrays in (leaves, sizes):
         for slot, exponent in zip(group.slots, exponents, strict=True):
@@ -264,7 +295,9 @@ def _sequence(groups: Mapping[str, NeuronGroup]) -> dict[str, list[int]]:
     return sequence
 
 
-def _next(left: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[str]]) -> tuple[str, list[int]]:
+def _next(
+    left: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[str]]
+) -> tuple[str, list[int]]:
     # Outgoing weights order a group only if no incoming weights of any group are settled.
     for reading in (False, True):
         for name, group in left.items():
@@ -278,10 +311,18 @@ def _next(left: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[
             if any(len(group.slots[index].shape) > 1 for index in settled):
                 return name, settled
     for name, group in left.items():
-        others = {other for slot in group.slots for other in (*owners[slot.leaf, slot.axis], *_beside(slot, owners))}
+        others = {
+            other
+            for slot in group.slots
+            for other in (*owners[slot.leaf, slot.axis], *_beside(slot, owners))
+        }
         if left.keys() & others <= {name}:
             return name, list(range(len(group.slots)))
-    fail("model", "have groups that can be put in order one after another", f"{', '.join(left)}, which cannot")
+    fail(
+        "model",
+        "have groups that can be put in order one after another",
+        f"{', '.join(left)}, which cannot",
+    )
 
 
 def _beside(slot: Slot, owners: Mapping[tuple[int, int], set[str]]) -> list[str]:
@@ -294,7 +335,10 @@ def _features(rows: np.ndarray) -> np.ndarray:
     count, size = rows.shape
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     rng = np.random.default_rng(count)
-    # Edges let neurons near each other differ; a small slope does not amplify rounding from layer to layer.
-    phases = rows / np.where(lengths > 0, lengths, 1.0) @ (SLOPE * rng.standard_normal((size, count)))
+    # Edges let neurons near each other differ; a small slope does not amplify rounding from layer
+    # to layer.
+    phases = (
+        rows / np.where(lengths > 0, lengths, 1.0) @ (SLOPE * rng.standard_normal((size, count)))
+    )
     waves = np.abs((phases + rng.uniform(0, 2, count)) % 2 - 1) - 0.5
     return (waves * (12 / count) ** 0.5).T

@@ -24,8 +24,8 @@ class Certificate(NamedTuple):
     Attributes:
         max_abs_change: Largest change of any output on any input; NaN if an output is NaN.
         max_rel_change: `max_abs_change` over the largest absolute output of the original model.
-        changed_predictions: Number of inputs for which the index of the largest output (or the sign of a single output)
-            changed, or the largest output is not finite in either model.
+        changed_predictions: Number of inputs for which the index of the largest output (or the sign
+            of a single output) changed, or the largest output is not finite in either model.
         num_inputs: Number of inputs.
     """
 
@@ -57,22 +57,31 @@ def certify(
         rewritten: The rewritten model.
         inputs: Examples, samples first: an array, or a dictionary or tuple of arrays.
         call: Function from model and example to outputs, as in `neuron_groups`.
-        batch_size: Examples per batch, which bounds memory. None is all at once, faster for convolutions on a CPU.
+        batch_size: Examples per batch, which bounds memory. None is all at once, faster for
+            convolutions on a CPU.
 
     Raises:
-        TypeError: If `batch_size` is not an integer, or a model does not accept one example or return a real array.
+        TypeError: If `batch_size` is not an integer, or a model does not accept one example or
+            return a real array.
         ValueError: If there are no inputs, one is not finite, or the shapes of outputs differ.
     """
     functions = {"original": original, "rewritten": rewritten}
     functions = {
-        name: function_of(name, model) if call is None else partial(call, model) for name, model in functions.items()
+        name: function_of(name, model) if call is None else partial(call, model)
+        for name, model in functions.items()
     }
     inputs = as_examples("inputs", inputs, finite=True)
     example = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), inputs)
     with jax.default_matmul_precision("highest"):
-        before, after = (check_model(name, function, example) for name, function in functions.items())
+        before, after = (
+            check_model(name, function, example) for name, function in functions.items()
+        )
     if before.shape != after.shape:
-        fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
+        fail(
+            "rewritten",
+            f"give outputs of the shape that `original` gives, {before.shape}",
+            after.shape,
+        )
     programs = _first_output(original, example, call), _first_output(rewritten, example, call)
     return compare_programs(*programs, inputs, batch_size)
 
@@ -82,7 +91,9 @@ def _first_output(model: Any, example: Any, call: Call | None) -> "Program":
     return trace_exactly(lambda arrays, x: run(arrays, x)[0], leaves, example), leaves
 
 
-def trace_exactly(function: Callable[[list[Any], Any], Array], leaves: list[Any], example: Any) -> Traced:
+def trace_exactly(
+    function: Callable[[list[Any], Any], Array], leaves: list[Any], example: Any
+) -> Traced:
     """Trace a function of a model's arrays and one example, with products at the highest precision."""
     # The short formats of an accelerator would change outputs more than the rewrite does.
     with jax.default_matmul_precision("highest"):
@@ -93,7 +104,9 @@ Program = tuple[Traced, list[Any]]
 """Traced function of a model's arrays and one example, and the arrays."""
 
 
-def compare_programs(original: Program, rewritten: Program, inputs: Any, batch_size: int | None = 1024) -> Certificate:
+def compare_programs(
+    original: Program, rewritten: Program, inputs: Any, batch_size: int | None = 1024
+) -> Certificate:
     """Return the certificate of two programs on examples."""
     if batch_size is not None:
         batch_size = min(batch_size, len(jax.tree.leaves(inputs)[0]))

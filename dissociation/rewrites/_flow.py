@@ -66,11 +66,15 @@ class Flow:
 
     atoms: Atoms = field(default_factory=Atoms)
     equations: list[Equation] = field(default_factory=list)
-    uneven: list[Axis] = field(default_factory=list)  # axes along which rotations do not commute with an operation
+    uneven: list[Axis] = field(
+        default_factory=list
+    )  # axes along which rotations do not commute with an operation
     counted: list[Axis] = field(default_factory=list)  # axes that a statistic is computed over
     contracted: list[Axis] = field(default_factory=list)  # axes that a product sums over
     lengths: list[int] = field(default_factory=list)  # of constant axes that are reduced over
-    referred: list[Axis] = field(default_factory=list)  # read or written at indices computed from values along them
+    referred: list[Axis] = field(
+        default_factory=list
+    )  # read or written at indices computed from values along them
     steps: list[Step] = field(default_factory=list)
     large: list[np.ndarray] = field(default_factory=list)  # constants too large to track
 
@@ -87,17 +91,22 @@ class Flow:
         for k, size in enumerate(array.shape):
             first = array[(slice(None),) * k + (slice(0, 1),)]
             # NaN equals NaN here: all of a constant may be NaN.
-            even = size <= 1 or bool(((array == first) | ((array != array) & (first != first))).all())
+            even = size <= 1 or bool(
+                ((array == first) | ((array != array) & (first != first))).all()
+            )
             axes.append(self.atoms.new(size, "a constant differs along it") if not even else None)
         known = array if array.size <= FEW else None
         if known is None:
             self.large.append(array)
-        endless = bool(np.issubdtype(array.dtype, np.inexact) and array.size and not np.isfinite(array).any())
+        endless = bool(
+            np.issubdtype(array.dtype, np.inexact) and array.size and not np.isfinite(array).any()
+        )
         return Value(array.shape, axes, not array.any(), known, endless)
 
     def unknown(self, step: Step) -> list[Value]:
         """Return fixed results, and fix all operands."""
-        # Only symmetries that rules prove are reported: a missing rule costs groups, not correctness.
+        # Only symmetries that rules prove are reported: a missing rule costs groups, not
+        # correctness.
         reason = f"`{step.name}` is not known to leave its order open"
         for value in step.operands:
             self.freeze(value, reason)
@@ -137,7 +146,11 @@ class Flow:
         found, axes = self._aligned(operands)
         found.zero = all(value.zero for value in operands)
         for axis, own in axes:
-            there = [(each, value.endless) for each, value in zip(own, operands, strict=True) if not value.zero]
+            there = [
+                (each, value.endless)
+                for each, value in zip(own, operands, strict=True)
+                if not value.zero
+            ]
             if not linear or any(each is None for each, _ in there):
                 self.bend(axis, *(each for each, _ in there))
             for each, endless in there:
@@ -150,7 +163,9 @@ class Flow:
         """Return the product of powers of arrays."""
         found, axes = self._aligned(operands)
         for axis, own in axes:
-            terms = [(each, -power) for each, power in zip(own, powers, strict=True) if each is not None]
+            terms = [
+                (each, -power) for each, power in zip(own, powers, strict=True) if each is not None
+            ]
             # Products add exponents.
             self.equations.append(Equation(((axis, 1.0), *terms)))
             if len(terms) > 1 or terms[0][1] != -1:
@@ -162,7 +177,11 @@ class Flow:
         found, axes = self._aligned(operands)
         for axis, own in axes:
             self.bend(axis, still=True)
-            there = [each for each, value in zip(own, operands, strict=True) if not (ordered and value.zero)]
+            there = [
+                each
+                for each, value in zip(own, operands, strict=True)
+                if not (ordered and value.zero)
+            ]
             known = [each for each in there if each is not None]
             # A common factor does not change which number is larger.
             common = known[0] if ordered and len(known) == len(there) > 0 else None
@@ -170,12 +189,17 @@ class Flow:
                 self.equal(each, common)
         return found
 
-    def _aligned(self, operands: Sequence[Value]) -> tuple[Value, list[tuple[Axis, list[Axis | None]]]]:
+    def _aligned(
+        self, operands: Sequence[Value]
+    ) -> tuple[Value, list[tuple[Axis, list[Axis | None]]]]:
         """Return an elementwise result, and each axis that is not constant with the operands' axes that it unites."""
         found, united = Value(np.broadcast_shapes(*(value.shape for value in operands)), []), []
         for k, size in enumerate(found.shape):
             # Operands may be scalars or have axes of length 1.
-            own = [value.axes[k] if value.shape and value.shape[k] == size else None for value in operands]
+            own = [
+                value.axes[k] if value.shape and value.shape[k] == size else None
+                for value in operands
+            ]
             for value in operands:
                 if value.shape and value.shape[k] != size:
                     self.freeze(value, "it is broadcast", [k])
@@ -223,7 +247,9 @@ class Flow:
         """Return the axes of a value reshaped to `shape`."""
         if value.shape == shape:
             return list(value.axes)
-        old = [(axis, size) for axis, size in zip(value.axes, value.shape, strict=True) if size != 1]
+        old = [
+            (axis, size) for axis, size in zip(value.axes, value.shape, strict=True) if size != 1
+        ]
         new = [size for size in shape if size != 1]
         alone = [axis for axis, size in zip(value.axes, value.shape, strict=True) if size == 1]
         single = tuple(leaf for axis in alone for leaf in self.atoms.leaves(axis))
@@ -236,7 +262,9 @@ class Flow:
         found: list[Axis | None] = []
         while old or new:
             group, targets = [old.pop(0)], [new.pop(0)]
-            while (left := int(np.prod([size for _, size in group]))) != (right := int(np.prod(targets))):
+            while (left := int(np.prod([size for _, size in group]))) != (
+                right := int(np.prod(targets))
+            ):
                 if left < right:
                     group.append(old.pop(0))
                 else:
@@ -262,7 +290,11 @@ def equations_of(flow: Flow) -> dict[int, list[Row]]:
     """Return the equations of each dimension: terms (name, coefficient) and their sum."""
     rows: dict[int, list[Row]] = {}
     ties = [Equation(((a, 1.0), (b, -1.0))) for a, b in flow.atoms.tied]
-    for terms, adds_up in (*flow.equations, *ties, *[Equation(((axis, 1.0),)) for axis in flow.atoms.even]):
+    for terms, adds_up in (
+        *flow.equations,
+        *ties,
+        *[Equation(((axis, 1.0),)) for axis in flow.atoms.even],
+    ):
         total = -1.0 if adds_up else 0.0
         if any(has_order(flow.atoms.resolve(axis)) for axis, _ in terms):
             _place_by_place(flow, terms, total, rows)
@@ -270,16 +302,21 @@ def equations_of(flow: Flow) -> dict[int, list[Row]]:
         expanded = [(flow.atoms.leaves(axis), weight) for axis, weight in terms]
         for each in itertools.zip_longest(*(leaves for leaves, _ in expanded)):
             if len({None if leaf is None else leaf.atom for leaf in each}) != 1:
-                # Most are frozen, as indices that were grouped in two ways. Others get no exponents, which is safe.
+                # Most are frozen, as indices that were grouped in two ways. Others get no
+                # exponents, which is safe.
                 for leaf in filter(None, each):
                     rows.setdefault(leaf.atom, []).append((((leaf.name, 1.0),), 0.0))
                 continue
-            row = tuple((leaf.name, weight) for leaf, (_, weight) in zip(each, expanded, strict=True))
+            row = tuple(
+                (leaf.name, weight) for leaf, (_, weight) in zip(each, expanded, strict=True)
+            )
             rows.setdefault(each[0].atom, []).append((row, total))
     return rows
 
 
-def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], total: float, rows: dict[int, list[Row]]) -> None:
+def _place_by_place(
+    flow: Flow, terms: Sequence[tuple[Axis, float]], total: float, rows: dict[int, list[Row]]
+) -> None:
     """Add to `rows` the equations of axes whose neurons are reordered, one per set of places of a neuron."""
     found: dict[int, list[tuple[Any, np.ndarray, int]]] = {}
     for term, (axis, _) in enumerate(terms):
@@ -291,7 +328,10 @@ def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], total: floa
             together.setdefault(each[1].tobytes(), []).append(each)
         firsts = [np.unique(each[0][1]) for each in together.values()]
         apart = len(np.unique(np.concatenate(firsts))) == sum(map(len, firsts))
-        whole = all(sorted(term for *_, term in each) == list(range(len(terms))) for each in together.values())
+        whole = all(
+            sorted(term for *_, term in each) == list(range(len(terms)))
+            for each in together.values()
+        )
         for each in together.values() if apart else ():
             # An occurrence in some of the terms binds only these.
             row = tuple((leaf.name, terms[term][1]) for leaf, _, term in each)
@@ -311,8 +351,8 @@ def exponents_of(rows: list[Row], slots: Sequence[Any]) -> tuple[np.ndarray, np.
             parent[_root(parent, terms[0][0])] = _root(parent, terms[1][0])
         else:
             left.append((terms, total))
-    # Eliminate values within the program first, then outgoing slots, then incoming ones, the last first. The free
-    # unknowns of the basis are then incoming weights.
+    # Eliminate values within the program first, then outgoing slots, then incoming ones, the last
+    # first. The free unknowns of the basis are then incoming weights.
     roots = [_root(parent, slot.name) for slot in slots]
     firsts = dict.fromkeys(root for root, slot in zip(roots, slots, strict=True) if slot.outgoing)
     inner = (_root(parent, name) for terms, _ in left for name, _ in terms)

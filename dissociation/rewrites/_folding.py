@@ -78,7 +78,14 @@ def is_foldable(equation: Any) -> bool:
 def folded(equation: Any, values: Sequence[np.ndarray]) -> np.ndarray:
     """Return the result of an operation on constants, in the dtype that JAX gives it."""
     name = equation.primitive.name
-    operands = [np.asarray(value, atom.aval.dtype) for value, atom in zip(values, equation.invars, strict=True)]
+    operands = [
+        np.asarray(value, atom.aval.dtype)
+        for value, atom in zip(values, equation.invars, strict=True)
+    ]
     with np.errstate(all="ignore"):
-        result = ELEMENTWISE[name](*operands) if name in ELEMENTWISE else FOLDS[name](equation.params, *operands)
+        result = (
+            ELEMENTWISE[name](*operands)
+            if name in ELEMENTWISE
+            else FOLDS[name](equation.params, *operands)
+        )
         return np.asarray(result).astype(equation.outvars[0].aval.dtype)

@@ -28,9 +28,11 @@ class CkaRange(NamedTuple):
         measured: CKA of the representation as it is.
         low: Smallest value, approached as one neuron outgrows all others.
         high: Largest value.
-        low_weights: Squared factors of the neurons that approach `low`, [neurons]; 0 for unused neurons.
+        low_weights: Squared factors of the neurons that approach `low`, [neurons]; 0 for unused
+            neurons.
         high_weights: Squared factors that attain `high`, [neurons]; 0 for unused neurons.
-        residual: Relative residual of the Karush-Kuhn-Tucker conditions at `high`, which certifies the maximum.
+        residual: Relative residual of the Karush-Kuhn-Tucker conditions at `high`, which certifies
+            the maximum.
         constant: Mask of neurons that are constant on the data, [neurons].
         lengths: Length of the centred activity of each neuron, [neurons].
     """
@@ -50,7 +52,8 @@ class CkaRange(NamedTuple):
         """Return the rewrite of the group's network that approaches an end, "low" or "high"; see `rewrites.scale`.
 
         Raises:
-            ValueError: If `end` is unknown, or the group does not have one scaling, of positive degree.
+            ValueError: If `end` is unknown, or the group does not have one scaling, of positive
+                degree.
         """
         lengths = np.where(self.constant, 1.0, self.lengths)
         wanted = np.sqrt(at_end(end, self.low_weights, self.high_weights)) * lengths
@@ -71,9 +74,13 @@ def scale_activity(group: NeuronGroup, factors: Any, free: np.ndarray | None = N
     """Return the rewrite that multiplies activities by factors [neurons], by the nearest powers of two where `free`."""
     if group.degree is None or group.degree <= 0 or len(group.scalings) != 1:
         fail("group", "be homogeneous of a positive degree, in one way", group)
-    # Activities scale by factor^degree. Powers of two round no weight, so they are taken if any factor will do.
+    # Activities scale by factor^degree. Powers of two round no weight, so they are taken if any
+    # factor will do.
     factors = factors ** (1 / group.degree)
-    return scale(group, factors if free is None else np.where(free, np.exp2(np.round(np.log2(factors))), factors))
+    return scale(
+        group,
+        factors if free is None else np.where(free, np.exp2(np.round(np.log2(factors))), factors),
+    )
 
 
 @validated
@@ -83,17 +90,18 @@ def cka_range(
 ) -> CkaRange:
     """Return the attainable range of linear CKA with a reference over all positive scalings of the neurons.
 
-    If the activation is homogeneous, networks of one function fill the range and `CkaRange.rewrite` approaches both
-    ends. Duplicated neurons do not change the range, neurons without effect may extend it. With squared factors w >= 0,
-    centred activities h_i (a column per position) and the Gram matrix K0 of the reference,
+    If the activation is homogeneous, networks of one function fill the range and `CkaRange.rewrite`
+    approaches both ends. Duplicated neurons do not change the range, neurons without effect may
+    extend it. With squared factors w >= 0, centred activities h_i (a column per position) and the
+    Gram matrix K0 of the reference,
 
         CKA(w) = b^T w / (|K0| sqrt(w^T G w)),   G_ij = |h_i^T h_j|^2,   b_i = tr(h_i^T K0 h_i).
 
     Computed on the host in float64.
 
     Args:
-        x: The representation, [samples, neurons] or [samples, neurons, *positions]. Positions, as those of a channel,
-            share the factor of the neuron.
+        x: The representation, [samples, neurons] or [samples, neurons, *positions]. Positions, as
+            those of a channel, share the factor of the neuron.
         reference: Another representation of the same samples, not scaled.
 
     Raises:
@@ -103,11 +111,14 @@ def cka_range(
     neurons = columns.reshape(len(columns), x.shape[1], -1)
     constant = np.asarray(still.reshape(x.shape[1], -1).all(1))
     norms = np.linalg.norm(neurons, axis=(0, 2))
-    unit = neurons[:, ~constant] / norms[~constant, None]  # neurons of length 1, the unit of the weights
+    unit = (
+        neurons[:, ~constant] / norms[~constant, None]
+    )  # neurons of length 1, the unit of the weights
     gains = (np.tensordot(other, unit, (0, 0)) ** 2).sum((0, 2)) / np.linalg.norm(other.T @ other)
     gram = _inner_squares(unit)
     own = norms[~constant] ** 2
-    # The maximum over w >= 0 is a non-negative least squares problem; the infimum lies at a single neuron.
+    # The maximum over w >= 0 is a non-negative least squares problem; the infimum lies at a single
+    # neuron.
     best, residual = _largest(gram, gains)
     alone = gains / np.sqrt(np.diag(gram))
     single = int(np.argmin(alone))
@@ -161,14 +172,15 @@ def linear_cka_range(
 ) -> LinearCkaRange:
     """Return the attainable range of linear CKA with a reference over all invertible maps of linear neurons.
 
-    Such maps keep the function of a linear network. With an orthonormal basis U of the centred columns and A = U^T K0
-    U,
+    Such maps keep the function of a linear network. With an orthonormal basis U of the centred
+    columns and A = U^T K0 U,
 
         least eigenvalue of A / |K0| <= CKA <= |A| / |K0|.
 
-    With network inputs as `x`, the range holds for all linear networks of one function whose hidden layer is at least
-    as wide as the rank of the inputs. Unused directions at an end have lengths of 5e-3: ends are missed by about its
-    square, and rounding of the function grows as its inverse. Computed on the host in float64.
+    With network inputs as `x`, the range holds for all linear networks of one function whose hidden
+    layer is at least as wide as the rank of the inputs. Unused directions at an end have lengths of
+    5e-3: ends are missed by about its square, and rounding of the function grows as its inverse.
+    Computed on the host in float64.
 
     Args:
         x: The representation.
@@ -178,11 +190,15 @@ def linear_cka_range(
         ValueError: If the numbers of samples differ, or all neurons or the reference are constant.
 
     References:
-        Braun, Grant and Saxe (2025), on which representations linear networks of one function may have.
+        Braun, Grant and Saxe (2025), on which representations linear networks of one function may
+        have.
     """
     (columns, _, _), (other, _, _) = _centred("x", x), _centred("reference", reference)
     basis, sizes, rows = np.linalg.svd(columns, full_matrices=False)
-    rank = num_directions(columns / column_units(columns), min(max(columns.shape), 300) * float(jnp.finfo(x.dtype).eps))
+    rank = num_directions(
+        columns / column_units(columns),
+        min(max(columns.shape), 300) * float(jnp.finfo(x.dtype).eps),
+    )
     basis, sizes, rows = basis[:, :rank], sizes[:rank], rows[:rank]
     size = np.linalg.norm(other.T @ other)
     seen = other.T @ basis
@@ -194,7 +210,13 @@ def linear_cka_range(
 
     def matrix(lengths: np.ndarray) -> np.ndarray:
         """Return M that gives the directions `vectors` these lengths and is the identity on all others."""
-        whitened = vectors * np.maximum(lengths, 5e-3) @ vectors.T @ (rows / sizes[:, None]) * np.median(sizes)
+        whitened = (
+            vectors
+            * np.maximum(lengths, 5e-3)
+            @ vectors.T
+            @ (rows / sizes[:, None])
+            * np.median(sizes)
+        )
         return rows.T @ whitened + np.eye(rows.shape[1]) - rows.T @ rows
 
     return LinearCkaRange(
@@ -236,7 +258,12 @@ def _inner_squares(unit: np.ndarray) -> np.ndarray:
         return flat @ flat.T
     flat = unit.reshape(samples, -1)
     # One neuron against all at a time, which bounds the memory.
-    return np.stack([((unit[:, i].T @ flat) ** 2).reshape(positions, number, -1).sum((0, 2)) for i in range(number)])
+    return np.stack(
+        [
+            ((unit[:, i].T @ flat) ** 2).reshape(positions, number, -1).sum((0, 2))
+            for i in range(number)
+        ]
+    )
 
 
 def _centred(name: str, given: Any) -> tuple[np.ndarray, np.ndarray, float]:

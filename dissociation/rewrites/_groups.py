@@ -33,8 +33,8 @@ class Slot(NamedTuple):
         shape: Shape of the array.
         layout: Parts of the axis.
         name: Name of the part of `layout` that holds the neurons.
-        copy: Index of the copy at each entry. Broadcasts to the array, with one entry per position of a neuron along
-            `axis`; zeros for one copy.
+        copy: Index of the copy at each entry. Broadcasts to the array, with one entry per position
+            of a neuron along `axis`; zeros for one copy.
     """
 
     path: str
@@ -83,25 +83,29 @@ class NeuronGroup:
     """Neurons that may be permuted without a change of the function.
 
     Attributes:
-        name: Name of the layer of incoming weights, as of its activities in `models.representations`.
+        name: Name of the layer of incoming weights, as of its activities in
+            `models.representations`.
         size: Number of neurons in each copy.
         slots: Parameter axes of the neurons, in the order of the model's arrays.
-        scalings: Exponents [scalings, slots]: for each row, multiplying every slot by a^exponent, with a > 0 per
-            neuron, keeps the function. No rows if nothing can be scaled.
-        scaling: Exponents that `scale` uses, one per slot; incoming weights are multiplied by a. None if nothing can be
-            scaled.
-        degree: Degree of homogeneity of the input of the next layer in the incoming weights: 1 for ReLU, 2 for a
-            bilinear layer. None if the group cannot be scaled or has no single degree.
-        sharing: Exponents of the number of copies when neurons are duplicated, one per slot. None if they cannot be, as
-            under a statistic over neurons.
-        cancelling: True if neurons with equal incoming weights cancel when their outgoing weights add up to zero.
+        scalings: Exponents [scalings, slots]: for each row, multiplying every slot by a^exponent,
+            with a > 0 per neuron, keeps the function. No rows if nothing can be scaled.
+        scaling: Exponents that `scale` uses, one per slot; incoming weights are multiplied by a.
+            None if nothing can be scaled.
+        degree: Degree of homogeneity of the input of the next layer in the incoming weights: 1 for
+            ReLU, 2 for a bilinear layer. None if the group cannot be scaled or has no single
+            degree.
+        sharing: Exponents of the number of copies when neurons are duplicated, one per slot. None
+            if they cannot be, as under a statistic over neurons.
+        cancelling: True if neurons with equal incoming weights cancel when their outgoing weights
+            add up to zero.
         normalised: True if a statistic is computed over the neurons.
-        linear: Linear symmetry, one number per slot: 1 if an invertible M [neurons, neurons] multiplies the slot, -1 if
-            the transposed inverse of M does. None if there is more than sums and products between incoming and
-            outgoing weights.
+        linear: Linear symmetry, one number per slot: 1 if an invertible M [neurons, neurons]
+            multiplies the slot, -1 if the transposed inverse of M does. None if there is more than
+            sums and products between incoming and outgoing weights.
         example: Shapes and dtypes that the model was traced with.
         call: Function that calls the model, see `neuron_groups`.
-        copies: Number of independent copies, such as heads or stacked layers. 1 also if all copies must move together.
+        copies: Number of independent copies, such as heads or stacked layers. 1 also if all copies
+            must move together.
         structure: Structure of the model, see `structure_of`.
     """
 
@@ -122,16 +126,28 @@ class NeuronGroup:
 
     def places(self) -> set[tuple[int, int, int, bytes]]:
         """Return array, axis, and number and positions of neurons of each slot, to compare groups of two models."""
-        return {(slot.leaf, slot.axis, self.size, np.sort(slot.positions, 1).tobytes()) for slot in self.slots}
+        return {
+            (slot.leaf, slot.axis, self.size, np.sort(slot.positions, 1).tobytes())
+            for slot in self.slots
+        }
 
     def __repr__(self) -> str:
         kinds = ["permutable"]
         if self.scaling is not None:
-            kinds.append("scalable" if self.degree is None else f"homogeneous of degree {self.degree:g}")
+            kinds.append(
+                "scalable" if self.degree is None else f"homogeneous of degree {self.degree:g}"
+            )
         kinds += [
-            word for word, holds in (("rotatable", self.linear is not None), ("normalised", self.normalised)) if holds
+            word
+            for word, holds in (
+                ("rotatable", self.linear is not None),
+                ("normalised", self.normalised),
+            )
+            if holds
         ]
-        size = f"{self.size} neurons" + (f" in each of {self.copies} copies" if self.copies > 1 else "")
+        size = f"{self.size} neurons" + (
+            f" in each of {self.copies} copies" if self.copies > 1 else ""
+        )
         lines = [f"NeuronGroup({self.name!r}: {size}, {', '.join(kinds)}"]
         for index, slot in enumerate(self.slots):
             rows = slot.positions.shape[1]
@@ -162,17 +178,24 @@ def _spread(
     if isinstance(axis, Order):
         (places, own), backwards = parts[0], (np.diff(axis.order) == -1).all()
         rank = np.argsort(axis.order)
-        # A reversed axis stays reversed at another size; in any other order new neurons follow their originals.
+        # A reversed axis stays reversed at another size; in any other order new neurons follow
+        # their originals.
         order = np.arange(new[0])[::-1] if backwards else np.argsort(rank[places], kind="stable")
         return rank[places[order]], {name: owner[order] for name, owner in own.items()}
     if isinstance(axis, Sum):
         for k, (_, inner) in enumerate(parts):
             for name, owner in inner.items():
-                owners[name] = np.concatenate([owner if j == k else np.full(n, -1) for j, n in enumerate(new)])
+                owners[name] = np.concatenate(
+                    [owner if j == k else np.full(n, -1) for j, n in enumerate(new)]
+                )
         starts = np.cumsum([0, *old[:-1]])
-        return np.concatenate([places + start for (places, _), start in zip(parts, starts, strict=True)]), owners
+        return np.concatenate(
+            [places + start for (places, _), start in zip(parts, starts, strict=True)]
+        ), owners
     grid = np.zeros(math.prod(new), int)
-    for (places, inner), size, index in zip(parts, old, np.indices(new).reshape(len(new), grid.size), strict=True):
+    for (places, inner), size, index in zip(
+        parts, old, np.indices(new).reshape(len(new), grid.size), strict=True
+    ):
         grid = grid * size + places[index]
         owners |= {name: owner[index] for name, owner in inner.items()}
     return grid, owners
@@ -182,7 +205,9 @@ def resized(
     groups: Sequence[NeuronGroup], originals: Sequence[np.ndarray]
 ) -> tuple[list[NeuronGroup], dict[tuple[int, int], np.ndarray]]:
     """Return groups made of the neurons `originals`, and by (array, axis) the old position of each entry."""
-    neurons = {slot.name: own for group, own in zip(groups, originals, strict=True) for slot in group.slots}
+    neurons = {
+        slot.name: own for group, own in zip(groups, originals, strict=True) for slot in group.slots
+    }
     places: dict[tuple[int, int], np.ndarray] = {}
 
     def moved(slot: Slot) -> Slot:
@@ -192,7 +217,9 @@ def resized(
         return slot._replace(positions=there.reshape(len(neurons[slot.name]), -1))
 
     pairs = zip(groups, originals, strict=True)
-    return [replace(one, size=len(own), slots=tuple(map(moved, one.slots))) for one, own in pairs], places
+    return [
+        replace(one, size=len(own), slots=tuple(map(moved, one.slots))) for one, own in pairs
+    ], places
 
 
 class GroupReport(NamedTuple):
@@ -208,7 +235,9 @@ class GroupReport(NamedTuple):
 
     def __str__(self) -> str:
         lines = [repr(group) for group in self.groups.values()]
-        return "\n".join(lines + [f"{place} is fixed: {reason}" for place, reason in self.frozen.items()])
+        return "\n".join(
+            lines + [f"{place} is fixed: {reason}" for place, reason in self.frozen.items()]
+        )
 
     __repr__ = __str__
 
@@ -220,15 +249,17 @@ def neuron_groups(
     """Return the groups of neurons of a model, by name.
 
     Args:
-        model: Any PyTree of arrays and functions: an Equinox model, or (model, state) for one with `eqx.nn.State`, used
-            in inference mode. Floating-point arrays are parameters, others are constants.
+        model: Any PyTree of arrays and functions: an Equinox model, or (model, state) for one with
+            `eqx.nn.State`, used in inference mode. Floating-point arrays are parameters, others are
+            constants.
         example: One example, or anything with its shape and dtype.
-        call: Function from model and example to outputs; default: `model(example)`, or `model(example, state)[0]`.
+        call: Function from model and example to outputs; default: `model(example)`, or
+            `model(example, state)[0]`.
         single: If True, include neurons that are alone in their layer.
 
     Returns:
-        Groups of at least two neurons, or one if `single`, in the order of their incoming weights. `group_report` gives
-        the reason for axes that are fixed.
+        Groups of at least two neurons, or one if `single`, in the order of their incoming weights.
+        `group_report` gives the reason for axes that are fixed.
 
     Raises:
         TypeError: If the model does not accept the example, or holds no floating-point arrays.
@@ -287,24 +318,49 @@ def structure_of(model: Any) -> tuple[Any, list[Any]]:
     return jax.tree.structure(model), [part(leaf) for leaf in jax.tree.leaves(model)]
 
 
-_CALLED = "`example` is one, not a batch; a model that is called otherwise needs `call=lambda model, example: ...`"
+_CALLED = (
+    "`example` is one, not a batch; a model that is called otherwise needs `call=lambda "
+    "model, example: ...`"
+)
 
 
 @validated
-def group_report(model: Any, example: Any, *, call: Call | None = None, single: bool = False) -> GroupReport:
+def group_report(
+    model: Any, example: Any, *, call: Call | None = None, single: bool = False
+) -> GroupReport:
     """Return the groups of a model and the fixed axes with reasons; its text has a line for each.
 
     Arguments and errors are those of `neuron_groups`.
     """
     if call is None and callable(example):
-        fail_kind("example", "be arrays, and `model` a function of them", describe(example), "Is `model` given second?")
+        fail_kind(
+            "example",
+            "be arrays, and `model` a function of them",
+            describe(example),
+            "Is `model` given second?",
+        )
     example = jax.tree.map(_shape_of, example)
-    program, flow, made, results = flow_of(model, example, call, "take `example`", _CALLED, single=single)
+    program, flow, made, results = flow_of(
+        model, example, call, "take `example`", _CALLED, single=single
+    )
     if not made:
-        advice = "Arrays that a function closes over are not found. Pass them as `model`, and the function as `call`"
-        fail_kind("model", "hold arrays of floating-point numbers", f"{type(model).__name__}, which holds none", advice)
+        advice = (
+            "Arrays that a function closes over are not found. Pass them as `model`, and "
+            "the function as `call`"
+        )
+        fail_kind(
+            "model",
+            "hold arrays of floating-point numbers",
+            f"{type(model).__name__}, which holds none",
+            advice,
+        )
     if not results:
-        fail_kind("model", "return arrays for `example`", f"{type(model).__name__}, which returns none", _CALLED)
+        fail_kind(
+            "model",
+            "return arrays for `example`",
+            f"{type(model).__name__}, which returns none",
+            _CALLED,
+        )
     for value in results:
         flow.freeze(value, "the output has it")
         flow.atoms.freeze(value.refers, "its indices are what is asked for")
@@ -312,7 +368,9 @@ def group_report(model: Any, example: Any, *, call: Call | None = None, single: 
 
 
 def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(array, np.ndarray | np.generic | str) and not number_kind(np.asarray(array).dtype):
+    if isinstance(array, np.ndarray | np.generic | str) and not number_kind(
+        np.asarray(array).dtype
+    ):
         fail_kind("example", "hold numbers", describe(array))
     return jax.ShapeDtypeStruct(np.shape(array), jax.dtypes.result_type(array))
 
@@ -341,24 +399,39 @@ def flow_of(
     return program, flow, made, results
 
 
-def _read(flow: Flow, program: Program, made: list[Value], model: Any, example: Any, call: Any) -> GroupReport:
+def _read(
+    flow: Flow, program: Program, made: list[Value], model: Any, example: Any, call: Any
+) -> GroupReport:
     """Build groups from the symbolic dimensions of a program."""
     atoms, structure = flow.atoms, structure_of(model)
     contracted, bent, statistics = (
-        [leaf for axis in axes for leaf in atoms.leaves(axis)] for axes in (flow.contracted, flow.uneven, flow.counted)
+        [leaf for axis in axes for leaf in atoms.leaves(axis)]
+        for axes in (flow.contracted, flow.uneven, flow.counted)
     )
     outgoing, counted = {leaf.name for leaf in contracted}, {leaf.atom for leaf in statistics}
     read, uneven = outgoing - {leaf.name for leaf in bent}, {leaf.atom for leaf in bent}
     places: dict[int, list[Slot]] = {}
     frozen: dict[str, str] = {}
     present = {leaf.atom for value in made for axis in value.axes for leaf in atoms.leaves(axis)}
-    copies, copy = copies_told_apart(flow, made, {atom for atom in present if not atoms.reason(atom)})
+    copies, copy = copies_told_apart(
+        flow, made, {atom for atom in present if not atoms.reason(atom)}
+    )
     for index, (path, value) in enumerate(zip(program.paths, made, strict=True)):
         for k, axis in enumerate(value.axes):
             for leaf, positions in atoms.occurrences(axis):
                 layout = atoms.resolve(axis or leaf)
                 own = copy.get((index, leaf.name), np.zeros([1] * len(value.shape), int))
-                slot = Slot(path, index, k, positions, leaf.name in outgoing, value.shape, layout, leaf.name, own)
+                slot = Slot(
+                    path,
+                    index,
+                    k,
+                    positions,
+                    leaf.name in outgoing,
+                    value.shape,
+                    layout,
+                    leaf.name,
+                    own,
+                )
                 places.setdefault(leaf.atom, []).append(slot)
                 if atoms.reason(leaf.atom):
                     frozen.setdefault(f"{path}[{k}]", atoms.reason(leaf.atom))
@@ -370,10 +443,14 @@ def _read(flow: Flow, program: Program, made: list[Value], model: Any, example: 
         incoming = [slot for slot in own if not slot.outgoing]
         # Dictionaries have their keys in the order of text, biases before kernels.
         by_text = bool(incoming) and incoming[0].path.removesuffix(".value").endswith("]")
-        matrices = [slot for slot in incoming if by_text and math.prod(slot.shape) > max(slot.shape)]
+        matrices = [
+            slot for slot in incoming if by_text and math.prod(slot.shape) > max(slot.shape)
+        ]
         first = next(iter(matrices or incoming), own[0])
         # One array may hold the incoming weights of several groups.
-        name = numbered(program.layers[first.leaf], {"logits", *groups})  # as representations are named
+        name = numbered(
+            program.layers[first.leaf], {"logits", *groups}
+        )  # as representations are named
         scalings, sharing = exponents_of(rows.get(atom, []), own)
         slots = tuple(
             slot._replace(outgoing=slot.outgoing if sharing is None else bool(sharing[i] < 0))
@@ -392,7 +469,8 @@ def _read(flow: Flow, program: Program, made: list[Value], model: Any, example: 
             cancelling=sharing is not None
             and atom not in counted
             and all(
-                share == 0 or (share == -1 and slot.name in read) for share, slot in zip(sharing, slots, strict=True)
+                share == 0 or (share == -1 and slot.name in read)
+                for share, slot in zip(sharing, slots, strict=True)
             ),
             normalised=atom in counted,
             linear=None if atom in uneven | counted else sides,
@@ -404,11 +482,15 @@ def _read(flow: Flow, program: Program, made: list[Value], model: Any, example: 
     return GroupReport(groups, frozen)
 
 
-def _main_scaling(scalings: np.ndarray, slots: tuple[Slot, ...]) -> tuple[np.ndarray | None, float | None]:
+def _main_scaling(
+    scalings: np.ndarray, slots: tuple[Slot, ...]
+) -> tuple[np.ndarray | None, float | None]:
     if not len(scalings):
         return None, None
     firsts = [slots[int(np.flatnonzero(vector)[0])] for vector in scalings]
-    matrices = np.array([math.prod(slot.shape) > slot.positions.size and not slot.outgoing for slot in firsts])
+    matrices = np.array(
+        [math.prod(slot.shape) > slot.positions.size and not slot.outgoing for slot in firsts]
+    )
     # Scalings of several incoming matrices combine, as of the two of a bilinear layer.
     scaling = scalings[matrices].sum(0) if matrices.any() else scalings.sum(0)
     read = {float(e) for e, slot in zip(scaling, slots, strict=True) if slot.outgoing}

@@ -1,6 +1,7 @@
 """Rewrites that widen a group: duplicated neurons, and neurons without effect.
 
-A model that is not the same program with more neurons is rejected; see `rewrites.refitted` for sizes in module fields.
+A model that is not the same program with more neurons is rejected; see `rewrites.refitted` for
+sizes in module fields.
 """
 
 import math
@@ -25,11 +26,15 @@ from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
 
 
-def copies_of(hidden: int, multiplier: float | int, name: str = "duplicate_multiplier") -> np.ndarray:
+def copies_of(
+    hidden: int, multiplier: float | int, name: str = "duplicate_multiplier"
+) -> np.ndarray:
     """Return the original index of each neuron after duplication: whole layers, then the first neurons again."""
     multiplier = float(multiplier)
     if not (math.isfinite(multiplier) and multiplier >= 1):
-        fail(name, "be finite and at least 1", multiplier, "Fewer neurons would change the function")
+        fail(
+            name, "be finite and at least 1", multiplier, "Fewer neurons would change the function"
+        )
     whole = math.floor(multiplier)
     return np.arange(whole * hidden + round((multiplier - whole) * hidden)) % hidden
 
@@ -56,14 +61,16 @@ def _multiply(factors: Array, slot: Slot, array: Array) -> Array:
 def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Rewrite:
     """Return the rewrite that duplicates the neurons of a group and divides their outgoing weights among the copies.
 
-    Copies are appended as whole groups, for a fractional multiplier also of the first neurons alone.
+    Copies are appended as whole groups, for a fractional multiplier also of the first neurons
+    alone.
 
     Args:
         group: Group of the model.
         multiplier: Factor of the number of neurons, at least 1; static, as it sets shapes.
 
     Raises:
-        TypeError: If `multiplier` is traced or, on application, the model has the number of neurons in its code.
+        TypeError: If `multiplier` is traced or, on application, the model has the number of neurons
+            in its code.
         ValueError: If the group cannot be widened, or `multiplier` is below 1.
     """
     _check_grows(group, new=False)
@@ -74,16 +81,24 @@ def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Rewrite:
 
 def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = True) -> None:
     if group.sharing is None:
-        why = "a statistic is taken over its neurons" if group.normalised else "no product is summed over its neurons"
+        why = (
+            "a statistic is taken over its neurons"
+            if group.normalised
+            else "no product is summed over its neurons"
+        )
         fail("group", "be a group that can be widened", f"{group.name}: {why}")
-    if new and not (group.sharing.min() < 0 and np.all((group.sharing >= -1) & (group.sharing <= 0))):
+    if new and not (
+        group.sharing.min() < 0 and np.all((group.sharing >= -1) & (group.sharing <= 0))
+    ):
         fail("group", "have neurons without effect if their outgoing weights are zero", group.name)
     if neurons_per_group > 1 and not group.cancelling:
         wanted = f"be 1 for {group.name}, whose outgoing weights do more than multiply and sum"
         fail("neurons_per_group", wanted, neurons_per_group)
 
 
-def _resized(model: Any, group: NeuronGroup, original: np.ndarray, change: Callable[..., Change]) -> Any:
+def _resized(
+    model: Any, group: NeuronGroup, original: np.ndarray, change: Callable[..., Change]
+) -> Any:
     """Return the model with neurons `original` in a group, after `change(index, slot, axis length)` of each slot."""
     (wider,), sources = resized([group], [original])
     # Outgoing weights come last, so that new neurons have no effect on each other either.
@@ -97,7 +112,8 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, change: Calla
         length = len(sources[slot.leaf, slot.axis])
         changes.append((slot, change(index, slot, length)))
     grown = changed(model, changes)
-    # The shape of a grouped convolution does not distinguish wider groups from more groups: try both.
+    # The shape of a grouped convolution does not distinguish wider groups from more groups: try
+    # both.
     one, other = (refit(grown, more_groups=more) for more in (False, True))
     try:
         check_resized(model, one, group, [wider])
@@ -211,9 +227,10 @@ def add_nuisance(
 ) -> Rewrite:
     """Return the rewrite that appends random neurons without effect to a group, in sets that cancel.
 
-    Neurons of one set share incoming weights. Matrices and kernels are draws of N(0, incoming_std^2), in magnitude if
-    all present entries are positive. Biases, gains and variances are copied from a random present neuron. Outgoing
-    weights of a set add up to zero; see `fig4.expand.add_random_zero_neurons`.
+    Neurons of one set share incoming weights. Matrices and kernels are draws of N(0,
+    incoming_std^2), in magnitude if all present entries are positive. Biases, gains and variances
+    are copied from a random present neuron. Outgoing weights of a set add up to zero; see
+    `fig4.expand.add_random_zero_neurons`.
 
     Args:
         group: Group of the model.
@@ -221,16 +238,18 @@ def add_nuisance(
         neurons_per_group: Neurons of each set, 1 or more.
         key: A PRNG key.
         incoming_std: Standard deviation of incoming weights; may be traced.
-        outgoing_std: Standard deviation of outgoing weights of larger sets; None is the root mean square of present
-            ones.
+        outgoing_std: Standard deviation of outgoing weights of larger sets; None is the root mean
+            square of present ones.
 
     Raises:
         TypeError: If, on application, the model has the number of neurons in its code.
-        ValueError: If the group cannot be widened, an option is out of range or, on application, new neurons are not
-            finite, as behind a logarithm.
+        ValueError: If the group cannot be widened, an option is out of range or, on application,
+            new neurons are not finite, as behind a logarithm.
     """
     _check_grows(group, neurons_per_group)
-    return Rewrite(_with_nuisance, (group, num_groups, neurons_per_group), (key, incoming_std, outgoing_std))
+    return Rewrite(
+        _with_nuisance, (group, num_groups, neurons_per_group), (key, incoming_std, outgoing_std)
+    )
 
 
 def _with_phantom(model: Any, group: NeuronGroup, incoming: Array, bias: Array | None) -> Any:
@@ -250,7 +269,9 @@ def _with_phantom(model: Any, group: NeuronGroup, incoming: Array, bias: Array |
 def _written(weights: Array, slot: Slot, array: Array) -> Array:
     """Return an array with other weights of the last neurons, a row for each, or one number."""
     new = slot._replace(positions=slot.positions[-len(weights) :])
-    blocks = weights.reshape(len(weights), 1, *[1] * (array.ndim - weights.ndim), *weights.shape[1:])
+    blocks = weights.reshape(
+        len(weights), 1, *[1] * (array.ndim - weights.ndim), *weights.shape[1:]
+    )
     return new.with_blocks(array, blocks.astype(array.dtype))
 
 
@@ -274,13 +295,17 @@ def add_phantom(
 
     Raises:
         TypeError: If, on application, the model has the number of neurons in its code.
-        ValueError: If the group cannot be widened, has other incoming weights, or `pattern` has another number of
-            rows.
+        ValueError: If the group cannot be widened, has other incoming weights, or `pattern` has
+            another number of rows.
     """
     _check_grows(group)
     rows = incoming(group, model, inputs)
     if len(rows) != len(pattern):
-        fail("pattern", f"have a row for every input vector of {group.name} ({len(rows)})", len(pattern))
+        fail(
+            "pattern",
+            f"have a row for every input vector of {group.name} ({len(rows)})",
+            len(pattern),
+        )
     weights = least_squares(rows, to_device(pattern, rows.dtype), rtol)
     return Rewrite(_with_phantom, (group,), _split_bias(weights, made_by(group)[1] is not None))
 
@@ -296,7 +321,9 @@ def _split_bias(weights: Array, has_bias: bool) -> tuple[Array, Array | None]:
 def incoming(group: NeuronGroup, model: Any, inputs: Any) -> Array:
     """Return what a group's incoming weights multiply, [vectors, features], with a last column of ones for a bias."""
     matrix, bias = made_by(group)
-    rows = layer_inputs(model, as_examples("inputs", inputs, finite=True), matrix.path, call=group.call).rows
+    rows = layer_inputs(
+        model, as_examples("inputs", inputs, finite=True), matrix.path, call=group.call
+    ).rows
     return _with_ones(rows, bias is not None)
 
 
@@ -311,7 +338,12 @@ def made_by(group: NeuronGroup) -> tuple[Slot, Slot | None]:
     made = [slot for slot in group.slots if not slot.outgoing]
     matrices = [slot for slot in made if len(slot.shape) == 2]
     biases = [slot for slot in made if len(slot.shape) == 1]
-    if len(matrices) != 1 or len(biases) > 1 or len(made) > 2 or matrices[0].positions.shape[1] != 1:
+    if (
+        len(matrices) != 1
+        or len(biases) > 1
+        or len(made) > 2
+        or matrices[0].positions.shape[1] != 1
+    ):
         fail("group", "be made by one matrix, and a bias or none", group)
     return matrices[0], biases[0] if biases else None
 
@@ -319,16 +351,17 @@ def made_by(group: NeuronGroup) -> tuple[Slot, Slot | None]:
 def least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
     """Return the smallest x that minimises |a x - b|; derivative by Golub and Pereyra (1973), at constant rank."""
     if rtol is None:
-        # The usual cut-off, epsilon times the larger side, blurs: a uniform [0, 1] pattern on 512 MNIST test images is
-        # missed by up to 0.34 with it, by 2e-5 with this one, which still drops the rounding noise of low-rank inputs.
+        # The usual cut-off, epsilon times the larger side, blurs: a uniform [0, 1] pattern on 512
+        # MNIST test images is missed by up to 0.34 with it, by 2e-5 with this one, which still
+        # drops the rounding noise of low-rank inputs.
         rtol = float(jnp.finfo(a.dtype).eps) * math.sqrt(max(a.shape))
     return _least_squares(a, b, rtol)
 
 
 @jax.jit
 def _least_squares(a: Array, b: Array, rtol: ArrayLike) -> Array:
-    # The derivative of the pseudo-inverse needs no derivative of singular vectors, which equal singular values make
-    # NaN.
+    # The derivative of the pseudo-inverse needs no derivative of singular vectors, which equal
+    # singular values make NaN.
     step = a - jax.lax.stop_gradient(a)  # zero, with a derivative
     a = jax.lax.stop_gradient(a)
     u, s, vt = jnp.linalg.svd(a, full_matrices=False)
@@ -339,13 +372,16 @@ def _least_squares(a: Array, b: Array, rtol: ArrayLike) -> Array:
         return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
 
     x = jnp.zeros((a.shape[1], b.shape[1]), a.dtype)
-    # The first round solves. The others remove most of the rounding error, which the condition number magnifies.
+    # The first round solves. The others remove most of the rounding error, which the condition
+    # number magnifies.
     for _ in range(3):
         x = x + times(vt.T, inverse[:, None] * times(u.T, b - times(a, x)))
     here = jax.lax.stop_gradient(x)
     # dx = -a^+ da x + a^+ (a^+)^T da^T (b - a x) + (1 - a^+ a) da^T (a^+)^T x
     missed = times(step.T, jax.lax.stop_gradient(b) - times(a, here))
-    within = inverse[:, None] * (inverse[:, None] * times(vt, missed) - times(u.T, times(step, here)))
+    within = inverse[:, None] * (
+        inverse[:, None] * times(vt, missed) - times(u.T, times(step, here))
+    )
     across = times(step.T, times(u, inverse[:, None] * times(vt, here)))
     kept_rows = vt * kept[:, None]
     return x + times(vt.T, within) + across - times(kept_rows.T, times(kept_rows, across))

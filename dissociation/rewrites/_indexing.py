@@ -18,7 +18,15 @@ ASKED = "its indices are what is asked for"
 COMPUTED = "it is read at places that are computed"
 WRITTEN = "it is written at some places"
 READS = ("gather", "scatter", "scatter-add")
-MOVES = ("broadcast_in_dim", "reshape", "squeeze", "slice", "transpose", "convert_element_type", "copy")
+MOVES = (
+    "broadcast_in_dim",
+    "reshape",
+    "squeeze",
+    "slice",
+    "transpose",
+    "convert_element_type",
+    "copy",
+)
 """Operations that move indices without changing their values."""
 
 
@@ -27,13 +35,19 @@ def _take(flow: Flow, step: Step) -> list[Value]:
     value, indices = step.operands[0], step.params.get("indices")
     axes = list(value.axes)
     for k in step.params["dimensions"]:
-        axes[k] = flow.atoms.taken(axes[k], np.arange(value.shape[k])[::-1] if indices is None else indices)
+        axes[k] = flow.atoms.taken(
+            axes[k], np.arange(value.shape[k])[::-1] if indices is None else indices
+        )
     return [Value(step.shapes[0], axes, value.zero)]
 
 
 def _cut(flow: Flow, axis: Axis | None, length: int, start: int, stop: int) -> Axis | None:
     """Return the slice of an axis from `start` to `stop`."""
-    return None if axis is None else flow.atoms.cut(axis, [start, stop - start, length - stop])[int(start > 0)]
+    return (
+        None
+        if axis is None
+        else flow.atoms.cut(axis, [start, stop - start, length - stop])[int(start > 0)]
+    )
 
 
 def _slices(flow: Flow, step: Step) -> list[Value]:
@@ -75,7 +89,9 @@ def clipped(start: Any, length: int, size: int) -> int:
 def _pad(flow: Flow, step: Step) -> list[Value]:
     value, filler = step.operands
     axes: list[Axis | None] = []
-    for axis, length, config in zip(value.axes, value.shape, step.params["padding_config"], strict=True):
+    for axis, length, config in zip(
+        value.axes, value.shape, step.params["padding_config"], strict=True
+    ):
         low, high, interior = map(int, config)
         if not (low or high or interior):
             if not filler.zero:
@@ -91,9 +107,20 @@ def _pad(flow: Flow, step: Step) -> list[Value]:
         middle = flow.even(len(there)) if axis is None else flow.atoms.taken(axis, there)
         gaps = np.setdiff1d(np.arange(whole), place[there])
         first, last = place[there[[0, -1]]]
-        places = [gaps[gaps < first], place[there], gaps[(gaps > first) & (gaps < last)], gaps[gaps > last]]
-        parts = [middle if k == 1 else flow.atoms.new(len(own), "padding") for k, own in enumerate(places) if len(own)]
-        axes.append(flow.atoms.resolve(Order(Sum(tuple(parts)), np.argsort(np.concatenate(places)))))
+        places = [
+            gaps[gaps < first],
+            place[there],
+            gaps[(gaps > first) & (gaps < last)],
+            gaps[gaps > last],
+        ]
+        parts = [
+            middle if k == 1 else flow.atoms.new(len(own), "padding")
+            for k, own in enumerate(places)
+            if len(own)
+        ]
+        axes.append(
+            flow.atoms.resolve(Order(Sum(tuple(parts)), np.argsort(np.concatenate(places))))
+        )
     return [Value(step.shapes[0], axes, value.zero and filler.zero)]
 
 
@@ -105,15 +132,25 @@ def _gather(flow: Flow, step: Step) -> list[Value]:
     flow.freeze(where, "it says where to read", [-1])
     batch: list[Axis | None] = _places_handed_on(flow, where)
     count = math.prod(where.shape[:-1])
-    batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    batching = dict(
+        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    )
     parts = [k for k, size in enumerate(sizes) if size != value.shape[k] and k not in batching]
-    starts = _starts(where, numbers.start_index_map, value.shape, sizes, mode == GatherScatterMode.CLIP)
-    filled = mode == GatherScatterMode.FILL_OR_DROP and any(starts[k] is None for k in numbers.start_index_map)
+    starts = _starts(
+        where, numbers.start_index_map, value.shape, sizes, mode == GatherScatterMode.CLIP
+    )
+    filled = mode == GatherScatterMode.FILL_OR_DROP and any(
+        starts[k] is None for k in numbers.start_index_map
+    )
     if not any(value.axes[k] is not None for k in parts) and not batching and not filled:
         batch = [None] * (len(where.shape) - 1)  # constant, wherever it is read
     kept: list[Axis | None] = []
     flow.freeze(where, "it says where to read", [k for k, n in enumerate(where.shape) if n == 1])
-    flow.freeze(value, "it is no longer an axis", [k for k in numbers.collapsed_slice_dims if value.shape[k] == 1])
+    flow.freeze(
+        value,
+        "it is no longer an axis",
+        [k for k in numbers.collapsed_slice_dims if value.shape[k] == 1],
+    )
     value, _ = _without(value, _referred(flow, where, value, numbers.start_index_map, sizes))
     for k, size in enumerate(sizes):
         axis, start = value.axes[k], starts[k]
@@ -122,11 +159,18 @@ def _gather(flow: Flow, step: Step) -> list[Value]:
             batch[place] = _picked(flow, axis, batch[place])
             continue
         if k in parts and axis is not None:
-            alone = size == 1 and len(parts) == 1 and not batching and k in numbers.collapsed_slice_dims
+            alone = (
+                size == 1 and len(parts) == 1 and not batching and k in numbers.collapsed_slice_dims
+            )
             if start is not None and count == 1 and not alone:
                 axis = flow.atoms.taken(axis, start[0] + np.arange(size))
             elif start is not None and size == 1 and len(parts) == 1 and not batching:
-                batch, axis = flow.regrouped(Value((count,), [flow.atoms.taken(axis, start)]), where.shape[:-1]), UNIT
+                batch, axis = (
+                    flow.regrouped(
+                        Value((count,), [flow.atoms.taken(axis, start)]), where.shape[:-1]
+                    ),
+                    UNIT,
+                )
             else:
                 flow.freeze(value, "it is read at given places", [k])
                 axis = flow.atoms.new(size, "it is read at given places")
@@ -136,11 +180,16 @@ def _gather(flow: Flow, step: Step) -> list[Value]:
             flow.bend(axis, still=True)
         if k not in numbers.collapsed_slice_dims:
             kept.append(axis)
-    axes = [kept.pop(0) if k in numbers.offset_dims else batch.pop(0) for k in range(len(step.shapes[0]))]
+    axes = [
+        kept.pop(0) if k in numbers.offset_dims else batch.pop(0)
+        for k in range(len(step.shapes[0]))
+    ]
     return [Value(step.shapes[0], axes, value.zero and not filled)]
 
 
-def _referred(flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes: Sequence[int]) -> int | None:
+def _referred(
+    flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes: Sequence[int]
+) -> int | None:
     """Return the number of the axis of `value` that `where` indexes, or None."""
     if where.refers is None:
         return None
@@ -203,18 +252,26 @@ def _scatter(flow: Flow, step: Step) -> list[Value]:
     placed = _places_handed_on(flow, where)
     over = [k for k in range(len(update.shape)) if k not in numbers.update_window_dims]
     pairs = update_axes(numbers, rank, len(update.shape))
-    for k, place in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+    for k, place in zip(
+        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
+    ):
         _picked(flow, value.axes[k], placed[place])
         _picked(flow, update.axes[over[place]], placed[place])
     sizes = [1 if of_update is None else update.shape[of_update] for of_update in pairs]
     referred = _referred(flow, where, value, numbers.scatter_dims_to_operand_dims, sizes)
     clip = step.params["mode"] == GatherScatterMode.CLIP
-    starts: list[np.ndarray | None] = _starts(where, numbers.scatter_dims_to_operand_dims, value.shape, sizes, clip)
+    starts: list[np.ndarray | None] = _starts(
+        where, numbers.scatter_dims_to_operand_dims, value.shape, sizes, clip
+    )
     for k in numbers.operand_batching_dims:
         starts[k] = None
     rest = [k for k in over if k not in pairs]
     singles = [k for k in numbers.inserted_window_dims if value.shape[k] != 1]
-    if len(rest) == len(singles) == 1 and not numbers.operand_batching_dims and len(where.shape) == 2:
+    if (
+        len(rest) == len(singles) == 1
+        and not numbers.operand_batching_dims
+        and len(where.shape) == 2
+    ):
         pairs[singles[0]], rest = rest[0], []
     elif math.prod(where.shape[:-1]) != 1:
         starts = [None] * rank
@@ -234,11 +291,17 @@ def update_axes(numbers: Any, rank: int, update_rank: int) -> list[int | None]:
     if numbers is None:  # of `dynamic_update_slice`
         return list(range(rank))
     over = [k for k in range(update_rank) if k not in numbers.update_window_dims]
-    window = [k for k in range(rank) if k not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
+    window = [
+        k
+        for k in range(rank)
+        if k not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    ]
     pairs: list[int | None] = [None] * rank
     for k, of_update in zip(window, sorted(numbers.update_window_dims), strict=True):
         pairs[k] = of_update
-    for k, place in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+    for k, place in zip(
+        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
+    ):
         pairs[k] = over[place]
     return pairs
 
@@ -249,7 +312,9 @@ def _dynamic_update(flow: Flow, step: Step) -> list[Value]:
         None if place.known is None else np.array([clipped(place.known, length, size)])
         for place, length, size in zip(places, value.shape, update.shape, strict=True)
     ]
-    return [_written(flow, "scatter", value, update, update_axes(None, len(value.shape), 0), starts, ())]
+    return [
+        _written(flow, "scatter", value, update, update_axes(None, len(value.shape), 0), starts, ())
+    ]
 
 
 def _written(
@@ -270,9 +335,16 @@ def _written(
         if k not in partial and size != 1:
             axes.append(_united(flow, name, value, update, [own, other]))
             continue
-        places = None if start is None else start if len(start) > 1 else start[0] + np.arange(lengths[k])
+        places = (
+            None if start is None else start if len(start) > 1 else start[0] + np.arange(lengths[k])
+        )
         # Unknown or repeated places may hit any neuron.
-        if size == 1 or places is None or len(set(places.tolist())) < len(places) or len(places) != lengths[k]:
+        if (
+            size == 1
+            or places is None
+            or len(set(places.tolist())) < len(places)
+            or len(places) != lengths[k]
+        ):
             flow.freeze(value, WRITTEN, [k])
             flow.freeze(update, WRITTEN, [] if of_update is None else [of_update])
             axes.append(UNIT if size == 1 else flow.atoms.new(size, WRITTEN))
@@ -292,7 +364,9 @@ def _written(
     return Value(value.shape, axes, value.zero and (update.zero or name == "scatter-mul"))
 
 
-def _united(flow: Flow, name: str, value: Value, update: Value, axes: Sequence[Axis | None]) -> Axis | None:
+def _united(
+    flow: Flow, name: str, value: Value, update: Value, axes: Sequence[Axis | None]
+) -> Axis | None:
     if name == "scatter-mul":
         flow.bend(axes[1], still=True)
         return _picked(flow, *axes)
@@ -333,9 +407,16 @@ def on_indices(flow: Flow, step: Step) -> list[Value] | None:
             found = _beside(operands, shape)
     for k, value in enumerate(operands):
         moved = name in MOVES and value.column is None
-        read = found is not None or moved or (name in READS and k == 1) or (name == "dynamic_slice" and k > 0)
+        read = (
+            found is not None
+            or moved
+            or (name in READS and k == 1)
+            or (name == "dynamic_slice" and k > 0)
+        )
         kept = name in MOVES or (
-            name in ("scatter", "scatter-add") and operands[0].zero and operands[2].pair is value.pair
+            name in ("scatter", "scatter-add")
+            and operands[0].zero
+            and operands[2].pair is value.pair
         )
         sure = not value.shifted or (value.pair is not None and kept)
         if value.refers is not None and not (sure and read):
@@ -351,7 +432,9 @@ def _beside(operands: list[Value], shape: tuple[int, ...]) -> list[Value] | None
     return [Value(shape, [*first.axes[:-1], None], refers=first.refers, column=0)]
 
 
-def _one_hot(flow: Flow, where: Value, numbers: Value, shape: tuple[int, ...]) -> list[Value] | None:
+def _one_hot(
+    flow: Flow, where: Value, numbers: Value, shape: tuple[int, ...]
+) -> list[Value] | None:
     """Compare indices of an axis with all of its numbers."""
     for k, size in enumerate(shape):
         count = np.arange(size).reshape([-1 if j == k else 1 for j in range(len(shape))])
@@ -360,6 +443,8 @@ def _one_hot(flow: Flow, where: Value, numbers: Value, shape: tuple[int, ...]) -
             axis = flow.lined_up([where.refers])
             if axis is None or size_of(axis) != size or flow.referring(where, axis) is None:
                 return None
-            own = [None if n == 1 else each for n, each in zip(where.shape, where.axes, strict=True)]
+            own = [
+                None if n == 1 else each for n, each in zip(where.shape, where.axes, strict=True)
+            ]
             return [Value(shape, [axis if j == k else each for j, each in enumerate(own)])]
     return None

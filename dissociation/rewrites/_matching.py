@@ -27,9 +27,11 @@ class Matching(NamedTuple):
     """Permutations that match the neurons of a second network with those of a first.
 
     Attributes:
-        permutations: By group: neuron `permutations[name][i]` of the second matches neuron i of the first, [neurons] or
-            [copies, neurons]. `apply` follows this order: heads before the neurons in each head.
-        value: Maximised objective: the inner product of weights, or the mean correlation of neurons.
+        permutations: By group: neuron `permutations[name][i]` of the second matches neuron i of the
+            first, [neurons] or [copies, neurons]. `apply` follows this order: heads before the
+            neurons in each head.
+        value: Maximised objective: the inner product of weights, or the mean correlation of
+            neurons.
         converged: True if no single group could be improved; always True for activations.
     """
 
@@ -54,19 +56,24 @@ class Matching(NamedTuple):
 
 @validated
 def match_weights(
-    a: Any, b: Any, groups: dict[str, NeuronGroup], *, num_starts: Size = 2, key: PRNGKey | None = None
+    a: Any,
+    b: Any,
+    groups: dict[str, NeuronGroup],
+    *,
+    num_starts: Size = 2,
+    key: PRNGKey | None = None,
 ) -> Matching:
     """Match b with a by weights: find permutations P that maximise sum <a, P(b)> over parameters.
 
-    Coordinate ascent solves one linear assignment per group exactly, from several starts. The start by sorted weights
-    finds a permuted copy at once.
+    Coordinate ascent solves one linear assignment per group exactly, from several starts. The start
+    by sorted weights finds a permuted copy at once.
 
     Args:
         a: A network.
         b: A network of the same structure.
         groups: Groups of a or b, from `rewrites.neuron_groups`.
-        num_starts: Number of starts. The first is b as it is, the second pairs neurons by sorted weights, others are
-            random orders.
+        num_starts: Number of starts. The first is b as it is, the second pairs neurons by sorted
+            weights, others are random orders.
         key: Key of the random orders.
 
     Raises:
@@ -77,30 +84,54 @@ def match_weights(
         Ainsworth, Hayase and Srinivasa (2023), Git Re-Basin, algorithm 1.
     """
     if num_starts > 2 and key is None:
-        fail("key", "be given where random orders are drawn", "None", "For instance jax.random.key(0)")
+        fail(
+            "key",
+            "be given where random orders are drawn",
+            "None",
+            "For instance jax.random.key(0)",
+        )
     check_alike(a, b)
     _check_groups(a, groups)
-    first, second = (known_parameters(*named, "assignments are a step") for named in (("a", a), ("b", b)))
-    paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(parameters_in(a))}
+    first, second = (
+        known_parameters(*named, "assignments are a step") for named in (("a", a), ("b", b))
+    )
+    paths = {
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(parameters_in(a))
+    }
     # Running statistics in the state are no weights: the objective leaves them out.
-    own = {name: tuple(slot for slot in group.slots if slot.path in paths) for name, group in groups.items()}
-    groups = _in_order({name: dataclasses.replace(group, slots=own[name]) for name, group in groups.items()})
-    still = {name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()}
+    own = {
+        name: tuple(slot for slot in group.slots if slot.path in paths)
+        for name, group in groups.items()
+    }
+    groups = _in_order(
+        {name: dataclasses.replace(group, slots=own[name]) for name, group in groups.items()}
+    )
+    still = {
+        name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()
+    }
     starts = [still]
     if num_starts > 1:
         # Permutations of other groups do not change the sorted weights of a neuron.
         starts.append(_by_signatures(first, second, groups))
     if num_starts > 2 and key is not None:
         rng = np.random.default_rng(np.asarray(jax.random.bits(key, (4,), jnp.uint32)))
-        starts += [{name: rng.permuted(each, axis=1) for name, each in still.items()} for _ in range(num_starts - 2)]
-    return max((_ascended(first, second, groups, start) for start in starts), key=lambda found: found.value)
+        starts += [
+            {name: rng.permuted(each, axis=1) for name, each in still.items()}
+            for _ in range(num_starts - 2)
+        ]
+    return max(
+        (_ascended(first, second, groups, start) for start in starts), key=lambda found: found.value
+    )
 
 
 def _copies_moved(group: NeuronGroup, by: NeuronGroup, permutations: np.ndarray) -> np.ndarray:
     """Return the copy of `group` that moves to each copy if the group `by` is permuted, [copies]."""
     found = np.arange(group.copies)
     for slot in group.slots if group.copies > 1 else ():
-        labels = slot.with_blocks(np.full(slot.shape, -1), np.moveaxis(slot.copy, slot.axis, 0)[None])
+        labels = slot.with_blocks(
+            np.full(slot.shape, -1), np.moveaxis(slot.copy, slot.axis, 0)[None]
+        )
         moved = labels
         for other in by.slots:
             moved = other.permuted(moved, permutations) if other.leaf == slot.leaf else moved
@@ -112,11 +143,16 @@ def _in_order(groups: Mapping[str, NeuronGroup]) -> dict[str, NeuronGroup]:
     """Order groups so that a group that permutes copies of another, as heads do, comes first."""
     left, ordered = dict(groups), {}
     while left:
-        free = (k for k, own in left.items() if not any(_moves(by, own) for by in left.values() if by is not own))
+        free = (
+            k
+            for k, own in left.items()
+            if not any(_moves(by, own) for by in left.values() if by is not own)
+        )
         name = next(free, None)
         if name is None:
             name = next(iter(left))
-            # Two groups that permute copies of each other have no order: one of them gets a single copy.
+            # Two groups that permute copies of each other have no order: one of them gets a single
+            # copy.
             slots = tuple(slot._replace(copy=np.zeros_like(slot.copy)) for slot in left[name].slots)
             left[name] = dataclasses.replace(left[name], slots=slots, copies=1)
         ordered[name] = left.pop(name)
@@ -141,7 +177,9 @@ def _check_groups(model: Any, groups: Mapping[str, NeuronGroup]) -> None:
     for name, group in groups.items():
         for slot in group.slots:
             if shapes.get(slot.path) != slot.shape:
-                wanted = f"be of the networks: {name!r} has an array {slot.path} of shape {slot.shape}"
+                wanted = (
+                    f"be of the networks: {name!r} has an array {slot.path} of shape {slot.shape}"
+                )
                 fail("groups", wanted, shapes.get(slot.path, "none"))
 
 
@@ -152,10 +190,15 @@ def _rows(leaves: Sequence[np.ndarray], group: NeuronGroup) -> list[list[np.ndar
         np.broadcast_to(np.moveaxis(slot.copy, slot.axis, 0), block.shape[1:])
         for slot, block in zip(group.slots, blocks, strict=True)
     ]
-    return [[block[:, own == copy] for block, own in zip(blocks, where, strict=True)] for copy in range(group.copies)]
+    return [
+        [block[:, own == copy] for block, own in zip(blocks, where, strict=True)]
+        for copy in range(group.copies)
+    ]
 
 
-def _permuted(leaves: list[np.ndarray], group: NeuronGroup, permutations: np.ndarray) -> list[np.ndarray]:
+def _permuted(
+    leaves: list[np.ndarray], group: NeuronGroup, permutations: np.ndarray
+) -> list[np.ndarray]:
     leaves = list(leaves)
     for slot in group.slots:
         leaves[slot.leaf] = slot.permuted(leaves[slot.leaf], permutations)
@@ -182,7 +225,10 @@ def _assigned(likeness: np.ndarray) -> np.ndarray:
 
 
 def _ascended(
-    first: list[np.ndarray], second: list[np.ndarray], groups: Mapping[str, NeuronGroup], start: dict[str, np.ndarray]
+    first: list[np.ndarray],
+    second: list[np.ndarray],
+    groups: Mapping[str, NeuronGroup],
+    start: dict[str, np.ndarray],
 ) -> Matching:
     found = dict(start)
     now = second
@@ -195,7 +241,9 @@ def _ascended(
         before = value
         for name, group in groups.items():
             pairs = zip(own[name], _rows(now, group), strict=True)
-            likeness = [sum(one @ other.T for one, other in zip(*each, strict=True)) for each in pairs]
+            likeness = [
+                sum(one @ other.T for one, other in zip(*each, strict=True)) for each in pairs
+            ]
             order = np.stack([_assigned(np.asarray(each)) for each in likeness])
             moved = _permuted(now, group, order)
             better = sum(float(np.vdot(first[leaf], moved[leaf])) for leaf in touched)
@@ -204,13 +252,19 @@ def _ascended(
                 now, value = moved, better
                 found[name] = np.take_along_axis(found[name], order, 1)
                 # Permutations found in the copies of other groups move with these copies.
-                found |= {k: found[k][_copies_moved(other, group, order)] for k, other in groups.items() if k != name}
+                found |= {
+                    k: found[k][_copies_moved(other, group, order)]
+                    for k, other in groups.items()
+                    if k != name
+                }
         if value == before:
             return Matching(_single(found, groups), value, converged=True)
     return Matching(_single(found, groups), value, converged=False)
 
 
-def _single(found: Mapping[str, np.ndarray], groups: Mapping[str, NeuronGroup]) -> dict[str, np.ndarray]:
+def _single(
+    found: Mapping[str, np.ndarray], groups: Mapping[str, NeuronGroup]
+) -> dict[str, np.ndarray]:
     """Drop the axis of copies from permutations of groups with one copy."""
     return {name: each if groups[name].copies > 1 else each[0] for name, each in found.items()}
 
@@ -219,8 +273,8 @@ def _single(found: Mapping[str, np.ndarray], groups: Mapping[str, NeuronGroup]) 
 def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: Any) -> Matching:
     """Match the neurons of b to those of a by activations: maximise their correlation on data, one group after another.
 
-    The activations of a neuron are the values that the next layer receives, at all examples and positions. Queries and
-    keys of attention are not permuted.
+    The activations of a neuron are the values that the next layer receives, at all examples and
+    positions. Queries and keys of attention are not permuted.
 
     Args:
         a: A network.
@@ -229,12 +283,13 @@ def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: An
         inputs: Examples, samples first.
 
     Returns:
-        Permutations. Each copy of a group, such as an attention head, has its own optimal permutation. A neuron that is
-        constant on the data has correlation 0 with all others.
+        Permutations. Each copy of a group, such as an attention head, has its own optimal
+        permutation. A neuron that is constant on the data has correlation 0 with all others.
 
     Raises:
         TypeError: If the networks do not accept the examples.
-        ValueError: If structures differ, or a group is in layers that are stacked and run by a loop.
+        ValueError: If structures differ, or a group is in layers that are stacked and run by a
+            loop.
 
     References:
         Li et al. (2015), Convergent learning; Ainsworth, Hayase and Srinivasa (2023), section 3.1.
@@ -259,7 +314,9 @@ def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: An
     return Matching(_single(found, groups), value, converged=True)
 
 
-def _activity(model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]) -> dict[int, np.ndarray]:
+def _activity(
+    model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]
+) -> dict[int, np.ndarray]:
     """Return activity [rows, neurons] by copy, centred and of length one, so that products are correlations."""
     found: dict[int, np.ndarray] = {}
     refusal = None
@@ -277,7 +334,9 @@ def _activity(model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]
         grid = rows.reshape(len(rows), *(slot.shape[axis] for axis in seen.axes))
         # [neurons, positions, rows, other axes]
         values = np.moveaxis(grid, 1 + seen.axes.index(slot.axis), 0)[slot.positions]
-        others = [axis for axis in range(len(slot.shape)) if axis in seen.axes and axis != slot.axis]
+        others = [
+            axis for axis in range(len(slot.shape)) if axis in seen.axes and axis != slot.axis
+        ]
         copy = np.moveaxis(slot.copy, slot.axis, 0)
         copy = copy.reshape([copy.shape[0], 1, *(slot.copy.shape[axis] for axis in others)])
         copy = np.broadcast_to(copy, values.shape[1:])
@@ -286,7 +345,11 @@ def _activity(model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]
             own = own - own.mean(0)
             lengths = np.linalg.norm(own, axis=0)
             # Constant neurons have lengths of rounding size: infinity makes their correlations 0.
-            found[int(number)] = own / np.where(lengths > 1e-12 * max(lengths.max(), 1e-300), lengths, np.inf)
+            found[int(number)] = own / np.where(
+                lengths > 1e-12 * max(lengths.max(), 1e-300), lengths, np.inf
+            )
     if refusal is not None and not found:
-        fail("groups", "be of neurons that some layer reads as a whole", f"{group.name!r}: {refusal}")
+        fail(
+            "groups", "be of neurons that some layer reads as a whole", f"{group.name!r}: {refusal}"
+        )
     return found

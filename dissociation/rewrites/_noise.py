@@ -18,18 +18,20 @@ Model = TypeVar("Model")
 
 
 @validated
-def parameter_noise(model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] | None = None) -> PyTree:
+def parameter_noise(
+    model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] | None = None
+) -> PyTree:
     """Draw N(0, 1) for every parameter of a model, or for some.
 
-    One draw serves many scales, as in `measures.parameter_noise_error`. The key is split over the parameters in the
-    order of the tree.
+    One draw serves many scales, as in `measures.parameter_noise_error`. The key is split over the
+    parameters in the order of the tree.
 
     Args:
-        model: A network, a pair (model, state), or another tree. Floating-point and complex arrays are parameters,
-            except those in `eqx.nn.State`.
+        model: A network, a pair (model, state), or another tree. Floating-point and complex arrays
+            are parameters, except those in `eqx.nn.State`.
         key: A PRNG key.
-        where: Parts that get noise, as in `eqx.tree_at`: `lambda m: m.layers[0]`. It does not change their draws. None
-            is all parameters.
+        where: Parts that get noise, as in `eqx.tree_at`: `lambda m: m.layers[0]`. It does not
+            change their draws. None is all parameters.
 
     Returns:
         A tree like `model`, with noise in place of parameters and None elsewhere.
@@ -39,14 +41,25 @@ def parameter_noise(model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] 
     """
     leaves, treedef = jax.tree.flatten(parameters_in(model))
     if not leaves:
-        fail("model", "hold at least one array of floating-point numbers", f"none in a {type(model).__name__}")
+        fail(
+            "model",
+            "hold at least one array of floating-point numbers",
+            f"none in a {type(model).__name__}",
+        )
     # Keys for all parameters, whatever `where` chooses, so that it does not change the draws.
     keys = jax.random.split(key, len(leaves))
-    draws = [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
+    draws = [
+        jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)
+    ]
     noise, chosen = jax.tree.unflatten(treedef, draws), parameters_in(model, where)
     if not jax.tree.leaves(chosen):
         fail("where", "choose parameters of `model`", "none")
-    return jax.tree.map(lambda kept, draw: kept if kept is None else draw, chosen, noise, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda kept, draw: kept if kept is None else draw,
+        chosen,
+        noise,
+        is_leaf=lambda x: x is None,
+    )
 
 
 @validated

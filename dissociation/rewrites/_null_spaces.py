@@ -25,11 +25,12 @@ class NullSpectrum(NamedTuple):
     """Singular values of a dataset and its null directions.
 
     Attributes:
-        basis: Orthonormal directions orthogonal to all samples, [null dimension, *sample shape], float64.
+        basis: Orthonormal directions orthogonal to all samples, [null dimension, *sample shape],
+            float64.
         singular_values: Singular values, descending, [features], float64.
         rank: Number of singular values above the cut-off.
-        gap: Smallest kept singular value over the largest cut one, large if the rank is clear. Infinite if either is
-            missing or the cut one is zero.
+        gap: Smallest kept singular value over the largest cut one, large if the rank is clear.
+            Infinite if either is missing or the cut one is zero.
     """
 
     basis: Float[np.ndarray, "null ..."]
@@ -41,7 +42,9 @@ class NullSpectrum(NamedTuple):
 
 
 @validated(finite=("dataset",))
-def null_spectrum(dataset: Real[Array | np.ndarray, "samples features ..."], rtol: float | None = None) -> NullSpectrum:
+def null_spectrum(
+    dataset: Real[Array | np.ndarray, "samples features ..."], rtol: float | None = None
+) -> NullSpectrum:
     """Return singular values and null directions of a dataset, on the host in float64.
 
     Memory holds at most a chunk of the samples times the features.
@@ -54,8 +57,8 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples features ..."], rto
     flat = samples.reshape(len(samples), -1)
     # Squares of very large or small numbers overflow float64. A power of two changes no digit.
     scale = 2.0 ** np.frexp(max(abs(float(flat.min())), abs(float(flat.max()))))[1]
-    # A Gram matrix resolves singular values down to 1e-8 of the largest only. Those below 1e-4 are therefore decomposed
-    # again among themselves.
+    # A Gram matrix resolves singular values down to 1e-8 of the largest only. Those below 1e-4 are
+    # therefore decomposed again among themselves.
     eigenvalues, vectors = np.linalg.eigh(_gram(flat, scale, None))
     small = eigenvalues <= 1e-8 * eigenvalues[-1]
     if small.any():
@@ -73,7 +76,9 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples features ..."], rto
 
 
 @validated
-def null_dimension(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None) -> tuple[int, int, int]:
+def null_dimension(
+    dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None
+) -> tuple[int, int, int]:
     """Return `(null dimension, rank, features)` of a dataset; the first two add up to the third.
 
     Args:
@@ -90,19 +95,30 @@ def null_dimension(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float
 
 
 def perturb_in_null_space(
-    weights: Array, basis: Array | np.ndarray, scale: Scalar, *, key: PRNGKey, axes: tuple[int, ...] = (1,)
+    weights: Array,
+    basis: Array | np.ndarray,
+    scale: Scalar,
+    *,
+    key: PRNGKey,
+    axes: tuple[int, ...] = (1,),
 ) -> Array:
     """Return W + scale Z basis^T basis with Z ~ N(0, 1), for W with its inputs on `axes` and basis [null, inputs]."""
     if not is_traced(basis):
         known = np.asarray(basis, np.float64)
         away = np.abs(known @ known.T - np.eye(len(known))).max(initial=0)
         if not away <= 1e-3:
-            fail("basis", "hold orthonormal directions", f"inner products {away:.2g} away from 0 or 1")
+            fail(
+                "basis",
+                "hold orthonormal directions",
+                f"inner products {away:.2g} away from 0 or 1",
+            )
     return _perturb(to_device(weights), to_device(basis), scale, key, axes)
 
 
 @partial(jax.jit, static_argnames="axes")
-def _perturb(weights: Array, basis: Array, scale: Scalar, key: PRNGKey, axes: tuple[int, ...]) -> Array:
+def _perturb(
+    weights: Array, basis: Array, scale: Scalar, key: PRNGKey, axes: tuple[int, ...]
+) -> Array:
     directions = basis.astype(weights.dtype)
     last = tuple(range(-len(axes), 0))
     moved = jnp.moveaxis(weights, axes, last)

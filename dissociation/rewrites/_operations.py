@@ -21,9 +21,13 @@ LEVELS = (*COMPARISONS, "max", "min", "clamp", "select_n", "floor", "ceil", "rou
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
-def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+def follow(
+    flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence[Value]
+) -> list[Value]:
     """Follow a program from its constants and arguments to its results."""
-    env: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    env: dict[Any, Value] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+    )
     # Operations that no result depends on must not freeze axes.
     for equation, joined in _needed(jaxpr):
         shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in equation.outvars]
@@ -33,7 +37,11 @@ def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence
             results = _ruled(flow, Step("take", params, operands, shapes))
         else:
             operands = [_read(flow, env, atom) for atom in equation.invars]
-            results = _apply(flow, equation, Step(equation.primitive.name, parameters(equation), operands, shapes))
+            results = _apply(
+                flow,
+                equation,
+                Step(equation.primitive.name, parameters(equation), operands, shapes),
+            )
         env |= dict(zip(equation.outvars, results, strict=True))
     return [_read(flow, env, atom) for atom in jaxpr.outvars]
 
@@ -55,9 +63,12 @@ def _needed(jaxpr: jex.Jaxpr) -> list[tuple[Any, Stretch | None]]:
         if equation.primitive.name == "concatenate":
             own = [stretches.get(v) for v in _variables(equation.invars)]
             there = [each for each in own if each is not None and each[:2] == (own[0] or each)[:2]]
-            # Slices that are joined in another order, as in `roll`, are one permutation: rule by rule they would cut
-            # the axis.
-            if len(there) == len(equation.invars) and there[0][1] == parameters(equation)["dimension"]:
+            # Slices that are joined in another order, as in `roll`, are one permutation: rule by
+            # rule they would cut the axis.
+            if (
+                len(there) == len(equation.invars)
+                and there[0][1] == parameters(equation)["dimension"]
+            ):
                 joined[number] = *there[0][:2], np.concatenate([each[2] for each in there])
     wanted, needed = set(_variables(jaxpr.outvars)), []
     for number, equation in reversed(list(enumerate(jaxpr.eqns))):
@@ -79,9 +90,16 @@ def _stretches(equation: Any) -> list[Stretch]:
     value = equation.invars[0]
     if name == "split":
         ends = np.cumsum(params["sizes"])
-        return [(value, int(params["axis"]), own) for own in np.split(np.arange(ends[-1]), ends[:-1])]
+        return [
+            (value, int(params["axis"]), own) for own in np.split(np.arange(ends[-1]), ends[:-1])
+        ]
     shape = value.aval.shape
-    bounds = zip(params["start_indices"], params["limit_indices"], params["strides"] or (1,) * len(shape), strict=True)
+    bounds = zip(
+        params["start_indices"],
+        params["limit_indices"],
+        params["strides"] or (1,) * len(shape),
+        strict=True,
+    )
     taken = [np.arange(*each) for each in bounds]
     over = [k for k, own in enumerate(taken) if len(own) != shape[k]]
     return [(value, over[0], taken[over[0]])] if len(over) == 1 else []
@@ -90,8 +108,13 @@ def _stretches(equation: Any) -> list[Stretch]:
 def _apply(flow: Flow, equation: Any, step: Step) -> list[Value]:
     name, operands, shapes = step.name, step.operands, step.shapes
     if all(0 in shape for shape in shapes):  # results are empty
-        return [Value(shape, [UNIT if size == 1 else None for size in shape], zero=True) for shape in shapes]
-    if any(0 in shape for shape in shapes) or (any(0 in v.shape for v in operands) and name != "concatenate"):
+        return [
+            Value(shape, [UNIT if size == 1 else None for size in shape], zero=True)
+            for shape in shapes
+        ]
+    if any(0 in shape for shape in shapes) or (
+        any(0 in v.shape for v in operands) and name != "concatenate"
+    ):
         return flow.unknown(step)
     known = [value.known for value in operands]
     # Rules need known indices, which programs compute from constants.
@@ -166,7 +189,9 @@ def _while(flow: Flow, step: Step) -> list[Value]:
     carry = _carried(flow, operands[last:])
     for value in _follow_part(flow, step, params["cond_jaxpr"], [*operands[:first], *carry]):
         flow.freeze(value, "a loop depends on it")
-    _close(flow, carry, _follow_part(flow, step, params["body_jaxpr"], [*operands[first:last], *carry]))
+    _close(
+        flow, carry, _follow_part(flow, step, params["body_jaxpr"], [*operands[first:last], *carry])
+    )
     return carry
 
 
@@ -187,7 +212,9 @@ def _close(flow: Flow, carry: list[Value], other: list[Value]) -> None:
 
 
 def _cond(flow: Flow, step: Step) -> list[Value]:
-    results = [_follow_part(flow, step, branch, step.operands[1:]) for branch in step.params["branches"]]
+    results = [
+        _follow_part(flow, step, branch, step.operands[1:]) for branch in step.params["branches"]
+    ]
     return [flow.summed(cases) for cases in zip(*results, strict=True)]
 
 

@@ -39,13 +39,13 @@ class PlantedActivity(NamedTuple):
 
     Attributes:
         model: The network.
-        activity: Activity of the group on the shown inputs, [stages, shown, neurons]: before, after, and the best one
-            found without the constraint on predictions.
+        activity: Activity of the group on the shown inputs, [stages, shown, neurons]: before,
+            after, and the best one found without the constraint on predictions.
         correlation: Pearson correlation of each with the pattern over all entries, [stages].
         along: Correlation before training and after every pass, [passes + 1].
         changed: Number of changed predictions at these times, [passes + 1].
-        kept: Fraction of the change of weights that `model` has: the largest of 1, .99, ... without a changed
-            prediction. Below 1 a warning is raised.
+        kept: Fraction of the change of weights that `model` has: the largest of 1, .99, ... without
+            a changed prediction. Below 1 a warning is raised.
     """
 
     model: Any
@@ -76,13 +76,14 @@ def plant_activity(
 ) -> PlantedActivity:
     """Move a layer's activity on the first inputs towards a pattern, while the predictions on all inputs stay.
 
-    Incoming weights of the group change, all others stay. Adam maximises the correlation of activity and pattern, by an
-    augmented Lagrangian: each input has a multiplier for the constraint that its margin, the largest logit minus the
-    next one, is at least half of its first value, but no less than .4 and no more than 1 times `margin`. Every step
-    takes a batch, and half as many inputs with the largest multipliers. Weights are in whitened coordinates of the
-    layer's inputs. The learning rate decays to 2 % by a cosine. If predictions are changed then, up to as many passes
-    follow, and at last the change is reduced until no prediction is changed, counted in two batch sizes.
-    It is driven by the host, as `training.fit` is.
+    Incoming weights of the group change, all others stay. Adam maximises the correlation of
+    activity and pattern, by an augmented Lagrangian: each input has a multiplier for the constraint
+    that its margin, the largest logit minus the next one, is at least half of its first value, but
+    no less than .4 and no more than 1 times `margin`. Every step takes a batch, and half as many
+    inputs with the largest multipliers. Weights are in whitened coordinates of the layer's inputs.
+    The learning rate decays to 2 % by a cosine. If predictions are changed then, up to as many
+    passes follow, and at last the change is reduced until no prediction is changed, counted in two
+    batch sizes. It is driven by the host, as `training.fit` is.
 
     Args:
         group: Group of ReLU neurons, made by one matrix and at most one bias, once per input.
@@ -91,24 +92,28 @@ def plant_activity(
         pattern: Pattern on the first inputs, one column per neuron.
         num_passes: Passes over the inputs, before those in which the rate stays at 2 %.
         batch_size: Inputs per step.
-        learning_rate: Rate of Adam in whitened coordinates, in units of the root mean square of preactivations.
+        learning_rate: Rate of Adam in whitened coordinates, in units of the root mean square of
+            preactivations.
         margin: Largest margin asked for, in units of the mean margin.
         penalty: Weight of squared violations, in units of `margin`.
         key: Random key of the order of inputs.
-        checkpoint: File with weights, multipliers and state of the optimiser, from which a run resumes; see
-            `training.fit`.
+        checkpoint: File with weights, multipliers and state of the optimiser, from which a run
+            resumes; see `training.fit`.
         progress: Meter: "auto", "terminal", a function that opens one, or None.
 
     Raises:
-        ValueError: If the group is not such a one, is never active or was found by a `call`, the pattern is constant
-            or has another shape, the model does not return one vector of at least two finite logits, or weights
-            overflow.
+        ValueError: If the group is not such a one, is never active or was found by a `call`, the
+            pattern is constant or has another shape, the model does not return one vector of at
+            least two finite logits, or weights overflow.
         TypeError: If an argument is traced.
 
     References:
-        Braun, Grant and Saxe (2025), figure 5. Nocedal and Wright (2006), Numerical Optimization, section 17.4.
+        Braun, Grant and Saxe (2025), figure 5. Nocedal and Wright (2006), Numerical Optimization,
+        section 17.4.
     """
-    check_known("planting is driven by the host", model=model, inputs=inputs, pattern=pattern, key=key)
+    check_known(
+        "planting is driven by the host", model=model, inputs=inputs, pattern=pattern, key=key
+    )
     if group.call is not None:
         fail("group", "be found without `call`", group.name)
     examples = to_device(inputs)
@@ -118,9 +123,18 @@ def plant_activity(
     labels, margins = planting.predicted(planting.none, examples, batch_size)
     unit = margin * jnp.mean(margins)
     if not unit > 0:
-        fail("model", "tell classes apart by finite logits", f"a mean margin of {float(unit / margin):.3g}")
+        fail(
+            "model",
+            "tell classes apart by finite logits",
+            f"a mean margin of {float(unit / margin):.3g}",
+        )
     if not jnp.any(planting.activity(planting.none) > 0):
-        fail("group", "have an active neuron on the shown inputs", "zeros alone", "Gradients are zero there")
+        fail(
+            "group",
+            "have an active neuron on the shown inputs",
+            "zeros alone",
+            "Gradients are zero there",
+        )
     data = examples, labels, jnp.clip(0.5 * margins / unit, 0.4, 1.0), unit
     num_steps = num_passes * -(-number // batch_size)
     rate = optax.cosine_decay_schedule(learning_rate * planting.size, num_steps, alpha=0.02)
@@ -152,19 +166,28 @@ def plant_activity(
     ):
         fraction = round(fraction - 0.01, 2)
     if fraction < 1:
-        told = f"{fraction:g} of the change is kept, because all of it changes predictions. Take more passes."
+        told = (
+            f"{fraction:g} of the change is kept, because all of it changes predictions. Take "
+            "more passes."
+        )
         warnings.warn(told, stacklevel=3)
     after, planted = planting.activity(fraction * change), planting.changed(fraction * change)
     _check_activity(group, planted, examples[: len(pattern)], after)
     activity = jnp.stack([planting.activity(planting.none), after, planting.best(after)])
-    along, changed = (np.asarray(found.history.observed[name])[0] for name in ("correlation", "changed"))
-    return PlantedActivity(planted, activity, jax.vmap(planting.correlation)(activity), along, changed, fraction)
+    along, changed = (
+        np.asarray(found.history.observed[name])[0] for name in ("correlation", "changed")
+    )
+    return PlantedActivity(
+        planted, activity, jax.vmap(planting.correlation)(activity), along, changed, fraction
+    )
 
 
 def _check_activity(group: NeuronGroup, model: Any, shown: Array, activity: Array) -> None:
     """Raise unless the activity of a group is the one that ReLUs have."""
     known = representations(model, shown).get(group.name, activity[:0])
-    if known.shape != activity.shape or not np.allclose(known, activity, atol=1e-4 * float(jnp.max(jnp.abs(known)))):
+    if known.shape != activity.shape or not np.allclose(
+        known, activity, atol=1e-4 * float(jnp.max(jnp.abs(known)))
+    ):
         fail("group", "be of ReLU neurons", group.name)
 
 
@@ -186,9 +209,13 @@ def _planting(group: NeuronGroup, model: Any, inputs: Array, pattern: np.ndarray
     # Directions of little variance are not magnified in full: they would carry rounding errors.
     whitened = vectors[:, kept] / np.sqrt(values[kept] + 1e-5 * values[-1])
     shown, own = rows[: len(pattern)], parameters_of(model)[0]
-    weights = jnp.concatenate([slot.rows(jnp.asarray(own[slot.leaf])) for slot in made_by(group) if slot], 1)
+    weights = jnp.concatenate(
+        [slot.rows(jnp.asarray(own[slot.leaf])) for slot in made_by(group) if slot], 1
+    )
     basis = jnp.asarray(whitened, rows.dtype)
-    planting = _Planting(model, group, basis, shown, product(shown, weights.T), jnp.asarray(pattern, rows.dtype))
+    planting = _Planting(
+        model, group, basis, shown, product(shown, weights.T), jnp.asarray(pattern, rows.dtype)
+    )
     _check_activity(group, model, inputs[: len(pattern)], planting.activity(planting.none))
     return planting
 
@@ -219,7 +246,9 @@ class _Planting(eqx.Module):
         leaves, tree, rest = parameters_of(self.model)
         step = product(change, self.basis.T)
         slots = self.slots
-        for slot, part in zip(slots, [step] if len(slots) < 2 else [step[:, :-1], step[:, -1]], strict=True):
+        for slot, part in zip(
+            slots, [step] if len(slots) < 2 else [step[:, :-1], step[:, -1]], strict=True
+        ):
             array = jnp.asarray(leaves[slot.leaf])
             blocks = slot.blocks(array)
             leaves[slot.leaf] = slot.with_blocks(array, blocks + part.reshape(blocks.shape))
@@ -231,7 +260,9 @@ class _Planting(eqx.Module):
     def correlation(self, activity: Array) -> Array:
         one, other = (array - jnp.mean(jnp.mean(array, 1)) for array in (activity, self.pattern))
         # Sums of rows first: one sum over all entries would be rounded in the fourth digit.
-        both, first, second = (jnp.sum(jnp.sum(part, 1)) for part in (one * other, one**2, other**2))
+        both, first, second = (
+            jnp.sum(jnp.sum(part, 1)) for part in (one * other, one**2, other**2)
+        )
         return both / jnp.maximum(jnp.sqrt(first * second), 1e-30)
 
     @eqx.filter_jit
@@ -240,7 +271,11 @@ class _Planting(eqx.Module):
         model = function_of("model", self.changed(change))
         outputs = lax.map(model, inputs, batch_size=min(batch_size, len(inputs)))
         if outputs.ndim != 2 or outputs.shape[1] < 2:
-            fail("model", "return one vector of at least two logits", f"outputs of shape {outputs.shape[1:]}")
+            fail(
+                "model",
+                "return one vector of at least two logits",
+                f"outputs of shape {outputs.shape[1:]}",
+            )
         labels = jnp.argmax(outputs, 1)
         return labels, _margins(outputs, labels)
 
@@ -263,9 +298,10 @@ class _Planting(eqx.Module):
     def best(self, planted: Array) -> Array:
         """Return the activity of largest correlation that was found without a constraint.
 
-        Preactivations p that minimise |p - pattern|^2 where the pattern is positive, plus |relu(p)|^2 where it is zero,
-        are found by accelerated gradients; this is convex. With a bias, the projection of the pattern plus a large
-        constant is another candidate, and `planted` is a third. Adam improves the correlation of the best one.
+        Preactivations p that minimise |p - pattern|^2 where the pattern is positive, plus
+        |relu(p)|^2 where it is zero, are found by accelerated gradients; this is convex. With a
+        bias, the projection of the pattern plus a large constant is another candidate, and
+        `planted` is a third. Adam improves the correlation of the best one.
         """
         left, values, _ = np.linalg.svd(np.asarray(self.shown, float), full_matrices=False)
         cut = max(self.shown.shape) * float(jnp.finfo(self.shown.dtype).eps) * values[0]
@@ -280,16 +316,23 @@ class _Planting(eqx.Module):
         linear = product(span, product(span.T, self.pattern))
         starts = [lax.fori_loop(0, 300, step, (linear, linear, one))[0]]
         # A projection on the span: dead neurons of the planted activity would have no gradient.
-        starts += [product(span, product(span.T, planted)), linear - jnp.min(linear) * (len(self.slots) > 1)]
+        starts += [
+            product(span, product(span.T, planted)),
+            linear - jnp.min(linear) * (len(self.slots) > 1),
+        ]
         start = max(starts, key=lambda point: float(self.correlation(jax.nn.relu(point))))
         weights = product(span.T, start)
-        rule = optax.adam(optax.cosine_decay_schedule(0.03 * float(jnp.sqrt(jnp.mean(weights**2))), 300))
+        rule = optax.adam(
+            optax.cosine_decay_schedule(0.03 * float(jnp.sqrt(jnp.mean(weights**2))), 300)
+        )
 
         @jax.jit
         def climbed(weights: Array) -> Array:
             def climb(_: Array, state: Any) -> Any:
                 weights, moments = state
-                slope = jax.grad(lambda at: -self.correlation(jax.nn.relu(product(span, at))))(weights)
+                slope = jax.grad(lambda at: -self.correlation(jax.nn.relu(product(span, at))))(
+                    weights
+                )
                 moves, moments = rule.update(slope, moments)
                 return optax.apply_updates(weights, moves), moments
 

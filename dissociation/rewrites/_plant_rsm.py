@@ -33,27 +33,30 @@ def plant_rsm(
 ) -> Rewrite:
     """Return the rewrite after which the products H H^T of a layer's activities are near a multiple of a matrix.
 
-    A factorisation rsm = B B^T with B >= 0 is found by multiplicative updates. Neurons without effect get a multiple
-    of B as preactivations on the inputs, so a ReLU leaves it unchanged. Activities of the group are divided by
-    `largest`, and their outgoing weights multiplied by it. Incoming weights of new neurons are at most `largest` times
-    as long as the mean of the group's. If n inputs have rank n, only the factorisation and the group's own activities
-    are missed; else `add_phantom` misses a part of B.
+    A factorisation rsm = B B^T with B >= 0 is found by multiplicative updates. Neurons without
+    effect get a multiple of B as preactivations on the inputs, so a ReLU leaves it unchanged.
+    Activities of the group are divided by `largest`, and their outgoing weights multiplied by it.
+    Incoming weights of new neurons are at most `largest` times as long as the mean of the group's.
+    If n inputs have rank n, only the factorisation and the group's own activities are missed; else
+    `add_phantom` misses a part of B.
 
     Args:
         group: Group of ReLU neurons, made by one matrix and at most one bias.
         model: The model.
         inputs: Examples, samples first.
-        rsm: Symmetric, non-negative matrix. Other than for B B^T with B >= 0, only the nearest such matrix is reached.
+        rsm: Symmetric, non-negative matrix. Other than for B B^T with B >= 0, only the nearest such
+            matrix is reached.
         num_neurons: New neurons, the number of columns of B.
         largest: Largest factor of weights, at least 1.
         key: Random key of the first B.
 
     Raises:
-        ValueError: If the matrix is not symmetric and non-negative, or has another size; if the group cannot be
-            widened as in `add_phantom`.
+        ValueError: If the matrix is not symmetric and non-negative, or has another size; if the
+            group cannot be widened as in `add_phantom`.
 
     References:
-        Ding, He and Simon (2005), On the equivalence of nonnegative matrix factorization and spectral clustering.
+        Ding, He and Simon (2005), On the equivalence of nonnegative matrix factorization and
+        spectral clustering.
     """
     check_known("it is checked on the host", rsm=rsm)
     target = np.asarray(rsm)
@@ -64,8 +67,14 @@ def plant_rsm(
     if len(target) != number:
         fail("rsm", f"have shape {(number, number)}, the number of `inputs`", target.shape)
     if size == 0 or target.min() < -1e-5 * size or np.abs(target - target.T).max() > 1e-5 * size:
-        fail("rsm", "be symmetric, non-negative and not zero", f"entries from {target.min():.3g} to {target.max():.3g}")
-    phantom = add_phantom(group, model, inputs, _factor(jnp.asarray(target / size), num_neurons, typed(key)))
+        fail(
+            "rsm",
+            "be symmetric, non-negative and not zero",
+            f"entries from {target.min():.3g} to {target.max():.3g}",
+        )
+    phantom = add_phantom(
+        group, model, inputs, _factor(jnp.asarray(target / size), num_neurons, typed(key))
+    )
     matrix, _ = made_by(group)
     trained = jnp.asarray(matrix.rows(jnp.asarray(parameters_of(model)[0][matrix.leaf])))
     length, longest = (jnp.linalg.norm(rows, axis=1) for rows in (trained, phantom.arrays[0]))
@@ -85,6 +94,8 @@ def _factor(target: Array, columns: int, key: Array) -> Array:
 
     def step(_: Array, factor: Array) -> Array:
         whole = product(factor, product(factor.T, factor))
-        return factor * (0.5 + 0.5 * product(target, factor) / jnp.maximum(whole, jnp.finfo(target.dtype).tiny))
+        return factor * (
+            0.5 + 0.5 * product(target, factor) / jnp.maximum(whole, jnp.finfo(target.dtype).tiny)
+        )
 
     return lax.fori_loop(0, 500, step, start)

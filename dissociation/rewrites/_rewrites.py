@@ -1,7 +1,7 @@
 """Function-preserving rewrites of any model, applied to groups of neurons.
 
-`scale(group, 20.0)` is a function of one model. `|` and `compose` chain rewrites; `bmap` or `eqx.filter_vmap` maps them
-over stacked members.
+`scale(group, 20.0)` is a function of one model. `|` and `compose` chain rewrites; `bmap` or
+`eqx.filter_vmap` maps them over stacked members.
 """
 
 import math
@@ -24,18 +24,28 @@ from dissociation._core.validation import validated
 from dissociation.models._program import Call, program_of
 from dissociation.rewrites._axes import UNIT
 from dissociation.rewrites._certificate import Certificate, compare_programs, trace_exactly
-from dissociation.rewrites._groups import NeuronGroup, Slot, neuron_groups, parameters_of, structure_of
+from dissociation.rewrites._groups import (
+    NeuronGroup,
+    Slot,
+    neuron_groups,
+    parameters_of,
+    structure_of,
+)
 from dissociation.rewrites._null_spaces import null_spectrum, perturb_in_null_space
 from dissociation.rewrites._seen import LayerInputs
 from dissociation.training._progress import MeterFactory, open_meter
 
-ONE_STRUCTURE = "A group belongs to models of one structure; map rewrites over stacked members by `eqx.filter_vmap`"
+ONE_STRUCTURE = (
+    "A group belongs to models of one structure; map rewrites over stacked members "
+    "by `eqx.filter_vmap`"
+)
 
 
 class Rewrite(eqx.Module):
     """A pure function from one model to one model, `function(model, *settings, *arrays)`, in the model's precision."""
 
-    # Static fields are compiled in; `arrays` may be traced, so that a sweep over factors compiles once.
+    # Static fields are compiled in; `arrays` may be traced, so that a sweep over factors compiles
+    # once.
     function: Callable[..., Any] = eqx.field(static=True)
     settings: tuple[Any, ...] = eqx.field(static=True)
     arrays: tuple[Any, ...]
@@ -53,7 +63,11 @@ def compose(rewrites: Sequence[Rewrite]) -> Rewrite:
     """Return one rewrite that applies several in order and finds widened groups again."""
     for index, rewrite in enumerate(rewrites):
         if not isinstance(rewrite, Rewrite):
-            fail_kind(f"rewrites[{index}]", "be a rewrite, such as `permute` makes", type(rewrite).__name__)
+            fail_kind(
+                f"rewrites[{index}]",
+                "be a rewrite, such as `permute` makes",
+                type(rewrite).__name__,
+            )
     return Rewrite(_one_after_another, (), tuple(rewrites))
 
 
@@ -66,7 +80,10 @@ def _one_after_another(model: Any, *rewrites: Rewrite) -> Any:
 def current(group: NeuronGroup, model: Any) -> NeuronGroup:
     """Return `group` as it is in `model`; find it again if the model differs in more than parameter values."""
     leaves = parameters_of(model)[0]
-    same = all(slot.leaf < len(leaves) and np.shape(leaves[slot.leaf]) == slot.shape for slot in group.slots)
+    same = all(
+        slot.leaf < len(leaves) and np.shape(leaves[slot.leaf]) == slot.shape
+        for slot in group.slots
+    )
     if same and _same(group.structure, structure_of(model)):
         return group
     for slot in group.slots:
@@ -103,8 +120,11 @@ def changed(model: Any, changes: Sequence[tuple[Slot, Change]]) -> Any:
     arrays = [to_device(leaves[leaf]) for leaf in touched]
     placed = []
     for slot, change in changes:
-        # Without paths, groups of one shape share a program, wherever their arrays are in the model.
-        placed.append((slot._replace(path="", leaf=touched.index(slot.leaf), layout=UNIT, name=()), change))
+        # Without paths, groups of one shape share a program, wherever their arrays are in the
+        # model.
+        placed.append(
+            (slot._replace(path="", leaf=touched.index(slot.leaf), layout=UNIT, name=()), change)
+        )
     for leaf, array in zip(touched, _change(arrays, placed), strict=True):
         leaves[leaf] = array
     return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
@@ -120,9 +140,17 @@ def _change(arrays: list[Array], changes: list[tuple[Slot, Change]]) -> list[Arr
 def _each_copy(name: str, value: Any, group: NeuronGroup, rank: int) -> Any:
     """Broadcast an argument for all copies of a group, or for each copy, to [copies, ...]."""
     if value.shape[-1:] != (group.size,):
-        fail(name, f"have {group.size} entries on its last axis, one per neuron of {group.name}", value.shape)
+        fail(
+            name,
+            f"have {group.size} entries on its last axis, one per neuron of {group.name}",
+            value.shape,
+        )
     if value.ndim > rank and len(value) != group.copies:
-        fail(name, f"be one for all, or one for each of the {group.copies} copies of {group.name}", value.shape)
+        fail(
+            name,
+            f"be one for all, or one for each of the {group.copies} copies of {group.name}",
+            value.shape,
+        )
     library = jnp if is_traced(value) else np
     return library.broadcast_to(value, (group.copies, *value.shape[-rank:]))
 
@@ -130,7 +158,8 @@ def _each_copy(name: str, value: Any, group: NeuronGroup, rank: int) -> Any:
 def _permuted(model: Any, group: NeuronGroup, permutation: Array | None, key: Any) -> Any:
     group = current(group, model)
     if permutation is None:
-        # Drawn here and not in `permute`, because an earlier rewrite in a chain may widen the group.
+        # Drawn here and not in `permute`, because an earlier rewrite in a chain may widen the
+        # group.
         orders = _random_order(key, group.size, group.copies)
     else:
         orders = _each_copy("permutation", permutation, group, 1)
@@ -148,7 +177,9 @@ def _random_order(key: PRNGKey, size: int, copies: int) -> Array:
 @validated
 def permute(
     group: NeuronGroup,
-    permutation: Int[Array | np.ndarray, " neurons"] | Int[Array | np.ndarray, "copies neurons"] | None = None,
+    permutation: Int[Array | np.ndarray, " neurons"]
+    | Int[Array | np.ndarray, "copies neurons"]
+    | None = None,
     *,
     key: PRNGKey | None = None,
 ) -> Rewrite:
@@ -160,14 +191,21 @@ def permute(
         key: Key of a random permutation for each copy, drawn when the rewrite is applied.
 
     Raises:
-        ValueError: If `permutation` is not a permutation of the neurons, or not exactly one of `permutation` and `key`
-            is given.
+        ValueError: If `permutation` is not a permutation of the neurons, or not exactly one of
+            `permutation` and `key` is given.
     """
     _check_one_given("permutation", permutation, key)
     if permutation is None:
         return Rewrite(_permuted, (group,), (None, key))
-    if not is_traced(permutation) and (np.sort(permutation) != np.arange(permutation.shape[-1])).any():
-        fail("permutation", f"hold each of 0, ..., {permutation.shape[-1] - 1} once", np.asarray(permutation))
+    if (
+        not is_traced(permutation)
+        and (np.sort(permutation) != np.arange(permutation.shape[-1])).any()
+    ):
+        fail(
+            "permutation",
+            f"hold each of 0, ..., {permutation.shape[-1] - 1} once",
+            np.asarray(permutation),
+        )
     return Rewrite(_permuted, (group,), (to_device(permutation), None))
 
 
@@ -180,7 +218,11 @@ def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor
     group = current(group, model)
     # A group that was found again may have other scalings.
     if np.linalg.matrix_rank(np.vstack([group.scalings, exponents])) > len(group.scalings):
-        fail("model", f"have a group {group.name} with the scalings of the group that was passed", group)
+        fail(
+            "model",
+            f"have a group {group.name} with the scalings of the group that was passed",
+            group,
+        )
     factors = _each_copy("factor", factor, group, 1) if factor.ndim else factor
     leaves = parameters_of(model)[0]
     changes = []
@@ -195,7 +237,11 @@ def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor
     if not is_traced(lost):
         for leaf, is_lost in zip(touched, np.asarray(lost), strict=True):
             if is_lost:
-                fail("factor", f"leave weights that {after[leaf].dtype} holds", "weights that vanish or overflow")
+                fail(
+                    "factor",
+                    f"leave weights that {after[leaf].dtype} holds",
+                    "weights that vanish or overflow",
+                )
     return scaled
 
 
@@ -219,11 +265,14 @@ def _lost(before: list[Array], after: list[Array]) -> Array:
 
 
 @validated
-def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: int | None = None) -> Rewrite:
+def scale(
+    group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: int | None = None
+) -> Rewrite:
     """Return the rewrite that multiplies incoming weights of a group by a > 0 and divides outgoing weights.
 
-    The group sets exponents of a. ReLU: incoming weights and biases times a, outgoing weights over a. Bilinear layer:
-    both incoming matrices times a, outgoing weights over a^2. Behind a normalisation: its gain and shift times a.
+    The group sets exponents of a. ReLU: incoming weights and biases times a, outgoing weights over
+    a. Bilinear layer: both incoming matrices times a, outgoing weights over a^2. Behind a
+    normalisation: its gain and shift times a.
 
     Args:
         group: Group of the model.
@@ -231,14 +280,17 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
         scaling: Index into `group.scalings`; None uses `group.scaling`.
 
     Raises:
-        ValueError: If the group cannot be scaled, or a concrete factor is not positive and finite. Other traced
-            factors give NaN weights.
+        ValueError: If the group cannot be scaled, or a concrete factor is not positive and finite.
+            Other traced factors give NaN weights.
 
     References:
         Dinh et al. (2017), Sharp minima can generalize for deep nets, section 3.
     """
     if group.scaling is None:
-        why = "its activation is not homogeneous, or its neurons share a factor, as heads that share values"
+        why = (
+            "its activation is not homogeneous, or its neurons share a factor, as heads that "
+            "share values"
+        )
         why = "a statistic is taken over it" if group.normalised else why
         fail("group", "be one that can be scaled", f"{group.name}, which cannot: {why}")
     if scaling is not None and not -len(group.scalings) <= scaling < len(group.scalings):
@@ -265,7 +317,11 @@ def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
 def _rotated(model: Any, group: NeuronGroup, matrix: Array | None, key: PRNGKey | None) -> Any:
     group = current(group, model)
     _check_rotates(group)
-    turns = _random_turns(key, group.size, group.copies) if matrix is None else _each_copy("matrix", matrix, group, 2)
+    turns = (
+        _random_turns(key, group.size, group.copies)
+        if matrix is None
+        else _each_copy("matrix", matrix, group, 2)
+    )
     sides: Any = group.linear
     changes = []
     for slot, side in zip(group.slots, sides, strict=True):
@@ -275,7 +331,9 @@ def _rotated(model: Any, group: NeuronGroup, matrix: Array | None, key: PRNGKey 
     return changed(model, changes)
 
 
-_random_turns = jax.jit(lambda key, size, copies: jax.random.orthogonal(key, size, (copies,)), static_argnums=(1, 2))
+_random_turns = jax.jit(
+    lambda key, size, copies: jax.random.orthogonal(key, size, (copies,)), static_argnums=(1, 2)
+)
 
 
 def _turned(turns: Array, invert: bool, slot: Slot, array: Array) -> Array:
@@ -298,8 +356,8 @@ def rotate(
 ) -> Rewrite:
     """Return the rewrite that replaces linear neurons by linear combinations of each other.
 
-    Incoming weights are multiplied by M, outgoing weights by its inverse transposed. Examples: queries and keys of
-    attention heads, their values and outputs, hidden layers of linear networks.
+    Incoming weights are multiplied by M, outgoing weights by its inverse transposed. Examples:
+    queries and keys of attention heads, their values and outputs, hidden layers of linear networks.
 
     Args:
         group: Group of the model whose `linear` is not None.
@@ -307,9 +365,9 @@ def rotate(
         key: Key of a uniform random rotation for each copy.
 
     Raises:
-        ValueError: If the group has no linear symmetry, not exactly one of `matrix` and `key` is given, or a known M is
-            not finite or has a condition number above a thousandth of the inverse rounding, with rows and columns
-            scaled to a largest entry of 1.
+        ValueError: If the group has no linear symmetry, not exactly one of `matrix` and `key` is
+            given, or a known M is not finite or has a condition number above a thousandth of the
+            inverse rounding, with rows and columns scaled to a largest entry of 1.
     """
     _check_rotates(group)
     _check_one_given("matrix", matrix, key)
@@ -333,7 +391,11 @@ def _check_invertible(matrix: Array | np.ndarray) -> None:
 
 def _check_rotates(group: NeuronGroup) -> None:
     if group.linear is None:
-        fail("group", "have only sums and matrix products between its incoming and outgoing weights", group.name)
+        fail(
+            "group",
+            "have only sums and matrix products between its incoming and outgoing weights",
+            group.name,
+        )
 
 
 class NullSpace(NamedTuple):
@@ -360,8 +422,8 @@ def null_space(seen: LayerInputs, *, rtol: float | None = None) -> NullSpace:
 
     Args:
         seen: Layer inputs, from `rewrites.layer_inputs`.
-        rtol: Relative cut-off of singular values. None is 1e-10, for exact inputs. Outputs of a float32 layer have
-            rounding of 1e-7 and need 1e-6.
+        rtol: Relative cut-off of singular values. None is 1e-10, for exact inputs. Outputs of a
+            float32 layer have rounding of 1e-7 and need 1e-6.
 
     Raises:
         TypeError: If the inputs are traced.
@@ -387,7 +449,8 @@ def _null_perturbed(
 def null_perturb(space: NullSpace, std: NonNegative, *, key: PRNGKey) -> Rewrite:
     """Return the rewrite that adds Gaussian noise to a layer's weights within a null space.
 
-    The function does not change on the examples that the null space was computed from, but changes elsewhere.
+    The function does not change on the examples that the null space was computed from, but changes
+    elsewhere.
 
     Args:
         space: Null space, from `null_space`.
@@ -399,7 +462,12 @@ def null_perturb(space: NullSpace, std: NonNegative, *, key: PRNGKey) -> Rewrite
 
 @validated
 def check_groups(
-    model: Any, inputs: Any, *, key: PRNGKey, call: Call | None = None, progress: str | MeterFactory | None = "late"
+    model: Any,
+    inputs: Any,
+    *,
+    key: PRNGKey,
+    call: Call | None = None,
+    progress: str | MeterFactory | None = "late",
 ) -> dict[str, Certificate]:
     """Permute each group of a model at random and return a certificate for each, by name.
 
@@ -418,7 +486,9 @@ def check_groups(
     certificates = {}
     with closing(open_meter(progress, len(groups), "permuting groups")) as meter:
         meter.advance(0, "compiling")
-        scores = jax.random.uniform(key, (sum(group.size * group.copies for group in groups.values()),))
+        scores = jax.random.uniform(
+            key, (sum(group.size * group.copies for group in groups.values()),)
+        )
         sources = list(map(to_device, leaves))
         if not any(map(is_traced, (*leaves, scores))):
             # Permuting on the host compiles nothing for the axes of each group.
@@ -431,7 +501,9 @@ def check_groups(
             for slot in group.slots:
                 moved[slot.leaf] = slot.permuted(moved.get(slot.leaf, sources[slot.leaf]), order)
             permuted = [moved.get(leaf, array) for leaf, array in enumerate(leaves)]
-            certificates[group.name] = compare_programs((program, leaves), (program, permuted), inputs)
+            certificates[group.name] = compare_programs(
+                (program, leaves), (program, permuted), inputs
+            )
             meter.advance(number, group.name)
     return certificates
 

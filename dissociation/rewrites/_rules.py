@@ -11,7 +11,17 @@ LIKE_SUMS = {"add": True, "sub": True, "add_any": True, "max": False, "min": Fal
              "complex": True}  # fmt: skip
 """Operations homogeneous of degree one; True if linear."""
 
-SAME = ("neg", "stop_gradient", "convert_element_type", "copy", "copy_p", "reduce_precision", "real", "imag", "conj")
+SAME = (
+    "neg",
+    "stop_gradient",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "reduce_precision",
+    "real",
+    "imag",
+    "conj",
+)
 POWERS = {"abs": 1.0, "square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
 COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne", "sign", "lt_to", "le_to")
 MIXED = ("exp", "exp2", "log", "log1p", "expm1", "tanh", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh",
@@ -20,7 +30,15 @@ MIXED = ("exp", "exp2", "log", "log1p", "expm1", "tanh", "sin", "cos", "tan", "a
          "bessel_i0e", "bessel_i1e", "shift_left", "shift_right_logical", "shift_right_arithmetic", "clz",
          "population_count", "zeta", "igamma_grad_a", "random_gamma_grad",
          "regularized_incomplete_beta")  # fmt: skip
-REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+REDUCTIONS = (
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_prod",
+    "reduce_and",
+    "reduce_or",
+    "reduce_xor",
+)
 WINDOWS = ("reduce_window_sum", "reduce_window_max", "reduce_window_min")
 ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 CUMULATED = "a cumulative operation runs along it"
@@ -30,8 +48,18 @@ def _same(flow: Flow, step: Step) -> list[Value]:
     value = step.operands[0]
     kind = step.params.get("new_dtype")
     if kind is not None and not np.issubdtype(kind, np.inexact) and value.known is None:
-        return [flow.mixed(step.operands, ordered=kind == np.bool_)]  # rounded, or compared with zero
-    return [Value(value.shape, value.axes, value.zero, None if kind is None else value.known, value.endless)]
+        return [
+            flow.mixed(step.operands, ordered=kind == np.bool_)
+        ]  # rounded, or compared with zero
+    return [
+        Value(
+            value.shape,
+            value.axes,
+            value.zero,
+            None if kind is None else value.known,
+            value.endless,
+        )
+    ]
 
 
 def _power(flow: Flow, step: Step) -> list[Value]:
@@ -166,13 +194,19 @@ def _squeeze(flow: Flow, step: Step) -> list[Value]:
     value = step.operands[0]
     gone = [k % len(value.shape) for k in step.params["dimensions"]]
     flow.freeze(value, "it is no longer an axis", gone)
-    return [Value(step.shapes[0], [axis for k, axis in enumerate(value.axes) if k not in gone], value.zero)]
+    return [
+        Value(
+            step.shapes[0], [axis for k, axis in enumerate(value.axes) if k not in gone], value.zero
+        )
+    ]
 
 
 def _reshape(flow: Flow, step: Step) -> list[Value]:
     value, order = step.operands[0], step.params.get("dimensions")
     if order is not None:
-        value = Value(tuple(value.shape[k] for k in order), [value.axes[k] for k in order], value.zero)
+        value = Value(
+            tuple(value.shape[k] for k in order), [value.axes[k] for k in order], value.zero
+        )
     return [Value(step.shapes[0], flow.regrouped(value, step.shapes[0]), value.zero)]
 
 
@@ -204,7 +238,9 @@ def _concatenate(flow: Flow, step: Step) -> list[Value]:
     ends = [value.axes[along] for value in operands]
     # Along the other axes it is like a sum: one exponent for all.
     across = [
-        Value(shape, [None if k == along else axis for k, axis in enumerate(value.axes)], value.zero)
+        Value(
+            shape, [None if k == along else axis for k, axis in enumerate(value.axes)], value.zero
+        )
         for value in operands
     ]
     found = _summed(flow, across)
@@ -253,7 +289,11 @@ def _dot(flow: Flow, step: Step) -> list[Value]:
     for i, j in zip(*batched, strict=True):
         axes.append(_along_both(flow, left.shape[i], left.axes[i], right.axes[j]))
     for value, *gone in ((left, contracted[0], batched[0]), (right, contracted[1], batched[1])):
-        axes += [flow.handed_on(axis) for k, axis in enumerate(value.axes) if k not in (*gone[0], *gone[1])]
+        axes += [
+            flow.handed_on(axis)
+            for k, axis in enumerate(value.axes)
+            if k not in (*gone[0], *gone[1])
+        ]
     return [Value(step.shapes[0], axes, left.zero or right.zero)]
 
 
@@ -273,7 +313,10 @@ def _convolution(flow: Flow, step: Step) -> list[Value]:
     axes[out[0]] = image.axes[lhs[0]]
     strides, around = params["window_strides"], params["padding"]
     for n, (i, j, place) in enumerate(zip(lhs[2:], rhs[2:], out[2:], strict=True)):
-        plain = tuple(around[n]) == (0, 0) and params["lhs_dilation"][n] == params["rhs_dilation"][n] == 1
+        plain = (
+            tuple(around[n]) == (0, 0)
+            and params["lhs_dilation"][n] == params["rhs_dilation"][n] == 1
+        )
         # Wider windows read neighbours, which fixes the order of positions.
         if plain and kernel.shape[j] == 1 and strides[n] == 1:  # a product at each position
             flow.freeze(kernel, CONVOLVED, [j])
@@ -290,7 +333,8 @@ def _convolution(flow: Flow, step: Step) -> list[Value]:
         flow.contract(channels, inputs)
         axes[out[1]] = flow.handed_on(outputs)
         return [Value(step.shapes[0], axes, zero)]
-    # Blocks of channels, each with its own kernels: [groups, channels of one], [groups, outputs of one].
+    # Blocks of channels, each with its own kernels: [groups, channels of one], [groups, outputs of
+    # one].
     sizes = groups, image.shape[lhs[1]] // groups
     channels = flow.even(image.shape[lhs[1]]) if channels is None else channels
     outputs = flow.even(kernel.shape[rhs[0]]) if outputs is None else outputs
@@ -324,14 +368,18 @@ def _fourier(flow: Flow, step: Step) -> list[Value]:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(LIKE_SUMS, lambda flow, step: [flow.summed(step.operands, linear=LIKE_SUMS[step.name])]),
+    **dict.fromkeys(
+        LIKE_SUMS, lambda flow, step: [flow.summed(step.operands, linear=LIKE_SUMS[step.name])]
+    ),
     **dict.fromkeys(SAME, _same),
     **dict.fromkeys((*POWERS, "integer_pow", "pow"), _power),
     **dict.fromkeys((*COMPARISONS, *MIXED), _mixed),
     **dict.fromkeys(("mul", "div"), _product),
     **dict.fromkeys(REDUCTIONS, _reduction),
     **dict.fromkeys(ALONG, _along),
-    **dict.fromkeys(("optimization_barrier", "name", "sharding_constraint"), lambda flow, step: step.operands),
+    **dict.fromkeys(
+        ("optimization_barrier", "name", "sharding_constraint"), lambda flow, step: step.operands
+    ),
     **dict.fromkeys(("argmax", "argmin"), _argument),
     "select_n": _select,
     "sort": _sort,

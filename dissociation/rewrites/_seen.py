@@ -22,8 +22,8 @@ class LayerInputs(NamedTuple):
         path: Path of the weights, as in `Slot.path`.
         leaf: Index of the weights among the model's floating-point arrays.
         axes: Axes of the weights that are contracted with the inputs.
-        rows: A row per example and position of use, such as a pixel or a token, [rows, features], features in the order
-            of `axes`.
+        rows: A row per example and position of use, such as a pixel or a token, [rows, features],
+            features in the order of `axes`.
         shape: Shape of the weights.
     """
 
@@ -48,7 +48,8 @@ def layer_inputs(model: Any, inputs: Any, path: str, *, call: Call | None = None
 
     Raises:
         TypeError: If the model does not accept the examples.
-        ValueError: If there is no such array, or no product uses it as a whole, as in a loop over it.
+        ValueError: If there is no such array, or no product uses it as a whole, as in a loop over
+            it.
     """
     paths, _, leaves, _ = program_of(model, call)
     if path not in paths:
@@ -59,12 +60,17 @@ def layer_inputs(model: Any, inputs: Any, path: str, *, call: Call | None = None
     return LayerInputs(path, leaf, axes, rows, np.shape(leaves[leaf]))
 
 
-def _layer_rows(model: Any, inputs: Any, path: str, call: Call | None) -> tuple[Array, tuple[int, ...]]:
+def _layer_rows(
+    model: Any, inputs: Any, path: str, call: Call | None
+) -> tuple[Array, tuple[int, ...]]:
     """Return the rows that the weights at `path` multiply, and the contracted axes of the weights."""
     paths, _, leaves, program = program_of(model, call)
     check_takes("model", lambda x: program(leaves, x), jax.tree.map(lambda part: part[0], inputs))
     shape = np.shape(leaves[paths.index(path)])
-    marks = [np.arange(np.prod(shape, dtype=int)).reshape(shape) if name == path else None for name in paths]
+    marks = [
+        np.arange(np.prod(shape, dtype=int)).reshape(shape) if name == path else None
+        for name in paths
+    ]
     axes: list[tuple[int, ...]] = []
 
     def seen(x: Any) -> list[Array]:
@@ -81,7 +87,11 @@ def _layer_rows(model: Any, inputs: Any, path: str, call: Call | None) -> tuple[
     if not found:
         fail("path", "name weights that something is multiplied by, as a whole", repr(path))
     if len(set(axes)) > 1:
-        fail("path", "name weights that are multiplied along the same axes wherever they are used", repr(path))
+        fail(
+            "path",
+            "name weights that are multiplied along the same axes wherever they are used",
+            repr(path),
+        )
     return jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in found]), axes[0]
 
 
@@ -106,7 +116,9 @@ class _Watch(Walk):
         if marks and marks[0] is not None and name in MOVES:
             # Places are NumPy arrays; the trace around them must not turn them into tracers.
             with jax.ensure_compile_time_eval():
-                moved = params | ({"new_dtype": np.dtype(np.int32)} if "new_dtype" in params else {})
+                moved = params | (
+                    {"new_dtype": np.dtype(np.int32)} if "new_dtype" in params else {}
+                )
                 mark = np.asarray(equation.primitive.bind(marks[0], **moved))
         return bound(equation, values), mark
 
@@ -119,13 +131,17 @@ class _Watch(Walk):
 
         def body(carried: list[Array], x: list[Array]) -> Any:
             watch = _Watch(self.shape)
-            found = watch.run(inner.jaxpr, inner.consts, [*(values[i] for i in consts), *carried, *x], own)
+            found = watch.run(
+                inner.jaxpr, inner.consts, [*(values[i] for i in consts), *carried, *x], own
+            )
             axes[:] = watch.axes
             results = [value for value, _ in found]
             return results[:num_carry], (results[num_carry:], watch.rows)
 
         options = {name: params[name] for name in ("length", "reverse")}
-        last, (each, rows) = jax.lax.scan(body, [values[i] for i in carry], [values[i] for i in xs], **options)
+        last, (each, rows) = jax.lax.scan(
+            body, [values[i] for i in carry], [values[i] for i in xs], **options
+        )
         self.rows += [part.reshape(-1, part.shape[-1]) for part in rows]
         self.axes += axes
         return [*last, *each]
@@ -161,5 +177,9 @@ class _Watch(Walk):
             image, spatial, params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"],
             dimension_numbers=numbers, precision=jax.lax.Precision.HIGHEST,
         )  # fmt: skip
-        weights = np.transpose(mark, numbers.rhs_spec)[0].reshape(-1)  # channels, then kernel positions
-        self._note(jnp.moveaxis(patches, numbers.out_spec[1], -1).reshape(-1, len(weights)), weights)
+        weights = np.transpose(mark, numbers.rhs_spec)[0].reshape(
+            -1
+        )  # channels, then kernel positions
+        self._note(
+            jnp.moveaxis(patches, numbers.out_spec[1], -1).reshape(-1, len(weights)), weights
+        )

@@ -18,7 +18,10 @@ def with_sizes(module: eqx.Module, **sizes: Any) -> Any:
     known = inspect.signature(type(module).__init__).parameters
     # Fields that depend on sizes follow only if the module is constructed again from its options.
     options = {name: getattr(module, name) for name in known if name in static} | sizes
-    for name, value in (("key", jax.random.PRNGKey(0)), ("axis_name", getattr(module, "axis_name", None))):
+    for name, value in (
+        ("key", jax.random.PRNGKey(0)),
+        ("axis_name", getattr(module, "axis_name", None)),
+    ):
         options |= {name: value} if name in known else {}
     # Shapes alone: no initial weights are drawn.
     new = eqx.filter_eval_shape(type(module), **options)
@@ -35,8 +38,8 @@ def with_sizes(module: eqx.Module, **sizes: Any) -> Any:
 def refitted(module: Any) -> Any:
     """Return a module whose static sizes fit its arrays, which a rewrite changed.
 
-    For modules of your own, `refitted.register(type)` a function that returns `with_sizes(module, ...)` or a new
-    module. Inner modules are refitted first.
+    For modules of your own, `refitted.register(type)` a function that returns `with_sizes(module,
+    ...)` or a new module. Inner modules are refitted first.
     """
     return module
 
@@ -45,7 +48,11 @@ def refitted(module: Any) -> Any:
 def _(module: eqx.nn.Linear) -> Any:
     outputs, inputs = module.weight.shape[-2:]  # of one layer, also if several are stacked
     outputs = "scalar" if module.out_features == "scalar" else outputs
-    return with_sizes(module, in_features="scalar" if module.in_features == "scalar" else inputs, out_features=outputs)
+    return with_sizes(
+        module,
+        in_features="scalar" if module.in_features == "scalar" else inputs,
+        out_features=outputs,
+    )
 
 
 @refitted.register(eqx.nn.Conv)
@@ -77,17 +84,23 @@ def _(module: eqx.nn.MLP) -> Any:
 @refitted.register(eqx.nn.GRUCell)
 @refitted.register(eqx.nn.LSTMCell)
 def _(module: Any) -> Any:
-    return with_sizes(module, input_size=module.weight_ih.shape[-1], hidden_size=module.weight_hh.shape[-1])
+    return with_sizes(
+        module, input_size=module.weight_ih.shape[-1], hidden_size=module.weight_hh.shape[-1]
+    )
 
 
 @refitted.register
 def _(module: eqx.nn.BatchNorm) -> Any:
-    return module if module.weight is None else with_sizes(module, input_size=module.weight.shape[-1])
+    return (
+        module if module.weight is None else with_sizes(module, input_size=module.weight.shape[-1])
+    )
 
 
 @refitted.register
 def _(module: eqx.nn.Embedding) -> Any:
-    return with_sizes(module, num_embeddings=module.weight.shape[-2], embedding_size=module.weight.shape[-1])
+    return with_sizes(
+        module, num_embeddings=module.weight.shape[-2], embedding_size=module.weight.shape[-1]
+    )
 
 
 @refitted.register
@@ -118,5 +131,7 @@ def refit(model: Any, *, more_groups: bool = False) -> Any:
     if len(children) == 1 and children[0] is model:
         return model
     new = jax.tree.unflatten(tree, map(inner, children))
-    options = {"more_groups": more_groups} if isinstance(new, (eqx.nn.Conv, eqx.nn.ConvTranspose)) else {}
+    options = (
+        {"more_groups": more_groups} if isinstance(new, (eqx.nn.Conv, eqx.nn.ConvTranspose)) else {}
+    )
     return refitted(new, **options) if isinstance(new, eqx.Module) else new

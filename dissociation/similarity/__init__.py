@@ -26,7 +26,11 @@ if TYPE_CHECKING:
         rsa,
     )
     from dissociation.similarity._embedding import classical_mds, smacof
-    from dissociation.similarity._functional import disagreement, jensen_shannon, min_max_disagreement
+    from dissociation.similarity._functional import (
+        disagreement,
+        jensen_shannon,
+        min_max_disagreement,
+    )
     from dissociation.similarity._inference import (
         adjust_p_values,
         calibrate,

@@ -30,13 +30,16 @@ class Prepared(NamedTuple):
     """Representation that is compared by an inner product."""
 
     entries: Any  # PyTree of arrays
-    # The product's mean over all orders of one representation's samples is the product of both means.
+    # The product's mean over all orders of one representation's samples is the product of both
+    # means.
     mean: Array
 
 
 def inner(a: Prepared, b: Prepared) -> Array:
     """Return the inner product of two prepared representations."""
-    products = jax.tree.map(partial(jnp.vdot, precision=lax.Precision.HIGHEST), a.entries, b.entries)
+    products = jax.tree.map(
+        partial(jnp.vdot, precision=lax.Precision.HIGHEST), a.entries, b.entries
+    )
     return jnp.sum(jnp.stack(jax.tree.leaves(products)))
 
 
@@ -48,19 +51,27 @@ def inner_mean(a: Prepared, b: Prepared) -> Array:
 class Form(NamedTuple):
     """Measure as a preparation of each representation and a comparison of two prepared ones."""
 
-    # Functions compare by value, and traced options are leaves of `equinox.Partial`, so programs are compiled once.
-    prepare: Callable[..., Any]  # from [n, p], and `labels` of its rows if there are any, to a PyTree of arrays
+    # Functions compare by value, and traced options are leaves of `equinox.Partial`, so programs
+    # are compiled once.
+    prepare: Callable[
+        ..., Any
+    ]  # from [n, p], and `labels` of its rows if there are any, to a PyTree of arrays
     compare: Callable[[Any, Any], Array]  # from two of these to a number
-    expected: Callable[[Any, Any], Array] | None = None  # mean over all orders of one representation's samples
-    # The measure as `inner` of symmetric matrices over samples, of norm 1 and with rows of sum 0, so that the moments
-    # of the null are known.
+    expected: Callable[[Any, Any], Array] | None = (
+        None  # mean over all orders of one representation's samples
+    )
+    # The measure as `inner` of symmetric matrices over samples, of norm 1 and with rows of sum 0,
+    # so that the moments of the null are known.
     gram: Callable[[Array], Prepared] | None = None
     half: Callable[[Array], Prepared] | None = None  # `gram` from about half of its entries
     minimum: int = 2  # samples
     narrow: bool = False  # True if it inverts covariances, which takes more samples than features
-    cut: str = ""  # "scaled" if it cuts the rank of columns of one size, "plain" if of columns as they are
+    cut: str = (
+        ""  # "scaled" if it cuts the rank of columns of one size, "plain" if of columns as they are
+    )
     sides: str = "xy"  # representations that must be narrow, and whose ranks are cut
-    # From the number of rows to integers [rows] that stay with each row when others are left out, such as its fold.
+    # From the number of rows to integers [rows] that stay with each row when others are left out,
+    # such as its fold.
     labels: Callable[[int], np.ndarray] | None = None
     # The form for samples in groups, whose labels are these: it leaves out pairs within a group.
     apart: "Form | None" = None
@@ -101,15 +112,18 @@ class Measure:
         function: Function f(x, y, **options) of two representations.
         form: Preparation and comparison, or a function of options that returns them.
         equation: Formula of the centred features Xc and K = X X^T.
-        invariances: Letters of maps that do not change the measure: O rotations and reflections, S scale, T
-            translation, P permutations of neurons, L invertible linear maps, D positive scales of neurons.
+        invariances: Letters of maps that do not change the measure: O rotations and reflections, S
+            scale, T translation, P permutations of neurons, L invertible linear maps, D positive
+            scales of neurons.
         invariances_of_y: Letters of maps of y, if they differ from those of x.
-        invariances_if_narrow: Letters of maps of x among `invariances` that need fewer features than the samples of
-            which a map is fitted, four fifths of all.
-        metric: If True, the measure obeys the triangle inequality and is zero for equal representations.
+        invariances_if_narrow: Letters of maps of x among `invariances` that need fewer features
+            than the samples of which a map is fitted, four fifths of all.
+        metric: If True, the measure obeys the triangle inequality and is zero for equal
+            representations.
         symmetric: If True, x and y may be exchanged.
         range: Smallest and largest value.
-        identical: Value for two equal representations. Tied neighbours, or constant neurons in matchings, lower it.
+        identical: Value for two equal representations. Tied neighbours, or constant neurons in
+            matchings, lower it.
         cost: Leading orders of multiplications of one pair.
         reference: Source.
         same_width: If True, both representations have the same number of features, the classes.
@@ -132,8 +146,8 @@ class Measure:
     invariances_if_narrow: str = ""
     same_width: bool = False
     repeats: int = 1
-    # False for measures of k neighbours, because neighbourhoods shrink as n grows, and for sums over samples, because
-    # these grow with n.
+    # False for measures of k neighbours, because neighbourhoods shrink as n grows, and for sums
+    # over samples, because these grow with n.
     population: bool = True
     host: bool = False
 
@@ -161,15 +175,23 @@ class Measure:
         """Return the letters that hold for `number` samples and `width` features of x, with default options."""
         if width < number - -(-number // 5):
             return self.invariances
-        return "".join(letter for letter in self.invariances if letter not in self.invariances_if_narrow)
+        return "".join(
+            letter for letter in self.invariances if letter not in self.invariances_if_narrow
+        )
 
     def with_options(self, **options: Any) -> Form:
         """Return the form of the measure with options."""
-        known = () if isinstance(self.form, Form) else inspect.signature(self.form).parameters.values()
+        known = (
+            () if isinstance(self.form, Form) else inspect.signature(self.form).parameters.values()
+        )
         names = [one.name for one in known if one.kind == one.KEYWORD_ONLY]
         wrong = [name for name in options if name not in names]
         if wrong and not any(one.kind == one.VAR_KEYWORD for one in known):
-            allowed = f"the options of {self.name} are {', '.join(names)}" if names else f"{self.name} has no options"
+            allowed = (
+                f"the options of {self.name} are {', '.join(names)}"
+                if names
+                else f"{self.name} has no options"
+            )
             raise TypeError(f"`{wrong[0]}` is no option: {allowed}.")
         return self.form if isinstance(self.form, Form) else self.form(**options)
 
@@ -224,7 +246,12 @@ def check_size(form: Form, name: str, number: int, width: int, *, left: str = ""
         fail(name, f"have at least {form.minimum} samples", f"{number}{left}")
     if form.narrow and width >= number - 1:
         advice = "As many features as samples span all of them. Reduce the features (`svcca`)"
-        fail(name, "have fewer features than samples less one", f"{width} features of {number} samples{left}", advice)
+        fail(
+            name,
+            "have fewer features than samples less one",
+            f"{width} features of {number} samples{left}",
+            advice,
+        )
 
 
 def check_group_sizes(form: Form, groups: np.ndarray, left: str = "") -> None:
@@ -235,14 +262,22 @@ def check_group_sizes(form: Form, groups: np.ndarray, left: str = "") -> None:
         fail("groups", f"label at least {form.minimum} groups", f"{number} groups{left}")
     inside, outside = int(sizes.max()), len(groups) - int(sizes.max())
     if form.outside and outside < max(form.outside, inside + 1):
-        wanted = f"leave at least {max(form.outside, inside + 1)} samples outside of the largest, of {inside} samples"
+        wanted = (
+            f"leave at least {max(form.outside, inside + 1)} samples outside of the "
+            f"largest, of {inside} samples"
+        )
         fail("groups", wanted, f"{outside}{left}")
 
 
 def refuse_constant(name: str, x: Any) -> None:
     """Raise a `ValueError` if `x` is not traced and all of its rows are equal."""
     if not is_traced(x) and not np.ptp(np.asarray(x), axis=0).any():
-        fail(name, "differ between samples", f"the same row {np.shape(x)[0]} times", "Nothing can be similar to it")
+        fail(
+            name,
+            "differ between samples",
+            f"the same row {np.shape(x)[0]} times",
+            "Nothing can be similar to it",
+        )
 
 
 def refuse_vanishing(name: str, x: Any) -> None:
@@ -251,7 +286,12 @@ def refuse_vanishing(name: str, x: Any) -> None:
         return
     least = jnp.finfo(jax.dtypes.canonicalize_dtype(np.result_type(x.dtype, np.float32))).tiny
     if 0 < (largest := np.max(np.abs(np.asarray(x)), initial=0)) < least:
-        fail(name, f"have an entry of at least {least:.2g}", f"{largest:.2g} at most", "Multiply it by a number")
+        fail(
+            name,
+            f"have an entry of at least {least:.2g}",
+            f"{largest:.2g} at most",
+            "Multiply it by a number",
+        )
 
 
 def scaled(x: Array) -> tuple[Array, Array]:
@@ -281,7 +321,9 @@ def warn_dropped(form: Form, name: str, x: Any) -> None:
     with jax.ensure_compile_time_eval():  # known features may be used under a trace
         features = to_device(x)
         kept, known = (int(number) for number in _num_kept(features, evens))
-        if not evens and kept < min(x.shape[0] - 1, x.shape[1]):  # units of columns decide what a plain cut keeps
+        if not evens and kept < min(
+            x.shape[0] - 1, x.shape[1]
+        ):  # units of columns decide what a plain cut keeps
             known = int(_num_kept(features, True)[1])
     if known > kept:
         columns = np.asarray(features) - np.asarray(features).mean(0)
@@ -290,8 +332,10 @@ def warn_dropped(form: Form, name: str, x: Any) -> None:
         right = np.linalg.svd(triangle)[2]
         most = ", ".join(map(str, np.abs(right[kept:known]).argmax(1)))
         warn(
-            f"{known - kept} of the directions of `{name}` exceed rounding, but are too small beside the largest to be "
-            f"kept: they count as absent. Column with most of each: {most}. Float64 keeps smaller ones."
+            f"{known - kept} of the directions of `{name}` exceed rounding, but are too small "
+            "beside the largest to be "
+            f"kept: they count as absent. Column with most of each: {most}. Float64 keeps "
+            "smaller ones."
         )
 
 
@@ -302,7 +346,9 @@ def _num_kept(x: Array, evens: bool) -> tuple[Array, Array]:
     values = jnp.linalg.svd(finite_part(x / column_sizes(x) if evens else x)[0], compute_uv=False)
     # Exact dependence leaves some 3 roundings.
     rounding = 16 * jnp.finfo(x.dtype).eps * values[0]
-    return jnp.sum(values > jnp.maximum(rank_cut(x) * values[0], rounding)), jnp.sum(values > rounding)
+    return jnp.sum(values > jnp.maximum(rank_cut(x) * values[0], rounding)), jnp.sum(
+        values > rounding
+    )
 
 
 def unit(array: Array) -> Array:
@@ -323,7 +369,8 @@ def narrowed(x: Array) -> Array:
     """Return features in an orthonormal basis of the samples' span, [n, min(n, p)], with equal inner products."""
     if x.shape[1] <= x.shape[0]:
         return x
-    # The axes count as constants: to first order, a change of x outside of them changes no inner product of samples.
+    # The axes count as constants: to first order, a change of x outside of them changes no inner
+    # product of samples.
     columns, undefined = finite_part(jax.lax.stop_gradient(x.T))
     return product(x, jnp.linalg.qr(columns)[0]) + undefined
 

@@ -12,7 +12,12 @@ from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_count, fail
 from dissociation._core.conversion import to_device
-from dissociation._core.distances import cosine_distances_with_size, median, root, squared_distances_with_size
+from dissociation._core.distances import (
+    cosine_distances_with_size,
+    median,
+    root,
+    squared_distances_with_size,
+)
 from dissociation._core.linalg import centre, product, psd_power
 from dissociation._core.ties import ROUNDINGS, ranks, snapped
 from dissociation._core.validation import validated
@@ -41,8 +46,12 @@ def _with_size(x: Array, kind: str, *, by_order: bool = False) -> tuple[Array, A
     rows, scale = base.centred(x.T)
     distances, size = cosine_distances_with_size(rows.T, by_order=by_order)
     lengths = root(jnp.sum(rows**2, 0))
-    lost = jnp.where(lengths > 0, root(jnp.sum((x / scale) ** 2, 1)) / jnp.where(lengths > 0, lengths, 1.0), 1.0)
-    return distances, size * (1 + lost[:, None] + lost[None])  # a row's rounding is that of its mean, too
+    lost = jnp.where(
+        lengths > 0, root(jnp.sum((x / scale) ** 2, 1)) / jnp.where(lengths > 0, lengths, 1.0), 1.0
+    )
+    return distances, size * (
+        1 + lost[:, None] + lost[None]
+    )  # a row's rounding is that of its mean, too
 
 
 def entries(matrix: Array) -> Array:
@@ -65,8 +74,8 @@ def _kendall(one: Prepared, other: Prepared) -> Array:
     bits = max(number - 1, 1).bit_length()
     below = jnp.searchsorted(jnp.sort(rank), jnp.arange(1 << bits))
 
-    # Sorted by a, a pair is discordant if b falls. Such pairs are counted by the bits of b's dense rank: a one before
-    # a zero among values with the same higher bits.
+    # Sorted by a, a pair is discordant if b falls. Such pairs are counted by the bits of b's dense
+    # rank: a one before a zero among values with the same higher bits.
     def level(index: Array | int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         discordant, values = carry
         shift = bits - 1 - index
@@ -74,7 +83,10 @@ def _kendall(one: Prepared, other: Prepared) -> Array:
         start = below[group << (shift + 1)]
         ones = jnp.cumsum(bit) - bit
         ones -= ones[start]  # before this one, in its group
-        place = jnp.where(bit == 1, ones, jnp.arange(number) - start - ones) + below[(values >> shift) << shift]
+        place = (
+            jnp.where(bit == 1, ones, jnp.arange(number) - start - ones)
+            + below[(values >> shift) << shift]
+        )
         fallen = jnp.where(bit == 0, ones.astype(a.dtype), 0.0)
         return discordant + jnp.sum(fallen), jnp.zeros_like(values).at[place].set(values)
 
@@ -91,7 +103,9 @@ def _pairs_in_runs(same: Array) -> Array:
     return jnp.sum((places - starts).astype(jnp.result_type(float)))
 
 
-def _read(pairs: Array, comparison: str, size: Array | None = None, among: Array | None = None) -> Prepared:
+def _read(
+    pairs: Array, comparison: str, size: Array | None = None, among: Array | None = None
+) -> Prepared:
     """Return prepared entries, or those `among` them."""
     if comparison in RANKED:
         if among is not None:
@@ -112,7 +126,9 @@ def _apart(groups: Array | None) -> Array | None:
 def _prepared(x: Array, groups: Array | None = None, *, kind: str, comparison: str) -> Prepared:
     x, _ = base.scaled(x)  # no comparison depends on the scale
     pairs, size = (entries(matrix) for matrix in _with_size(x, kind, by_order=comparison in RANKED))
-    if kind == "euclidean" and comparison not in RANKED:  # squares have the same order, and rounding of one size
+    if (
+        kind == "euclidean" and comparison not in RANKED
+    ):  # squares have the same order, and rounding of one size
         pairs = root(pairs)
     return _read(pairs, comparison, size, _apart(groups))
 
@@ -126,7 +142,9 @@ def _compared(prepare: Callable[[Array], Prepared], comparison: str, minimum: in
     check_choice("comparison", comparison, COMPARISONS)
     form = Form(prepare, base.inner, base.inner_mean, minimum=minimum)
     form = form._replace(compare=_kendall, expected=None) if comparison == "kendall" else form
-    return form._replace(apart=form._replace(expected=None, minimum=min(minimum, 3), labels=np.arange, outside=1))
+    return form._replace(
+        apart=form._replace(expected=None, minimum=min(minimum, 3), labels=np.arange, outside=1)
+    )
 
 
 @validated(finite=("x",))
@@ -139,8 +157,8 @@ def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
         kind: "euclidean", "squared", "correlation" or "cosine".
 
     Returns:
-        Dissimilarities of pairs i < j in the order of SciPy's `squareform`, [n (n - 1) / 2]. Euclidean distances have
-        the unit of x.
+        Dissimilarities of pairs i < j in the order of SciPy's `squareform`, [n (n - 1) / 2].
+        Euclidean distances have the unit of x.
 
     Raises:
         ValueError: If there is only one sample, or `kind` is unknown.
@@ -167,8 +185,8 @@ def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pear
     """Return the agreement of two RDMs.
 
     Args:
-        a: Dissimilarities of pairs of samples. For ranks, entries within 32 rounding units of the median's size (4e-6
-            of it in float32) are ties.
+        a: Dissimilarities of pairs of samples. For ranks, entries within 32 rounding units of the
+            median's size (4e-6 of it in float32) are ties.
         b: Dissimilarities of the same pairs.
         comparison: "pearson", "spearman", "kendall" or "cosine".
 
@@ -182,7 +200,8 @@ def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pear
         Nili et al. (2014), A toolbox for representational similarity analysis.
     """
     return base.compared(
-        _compared(eqx.Partial(_read_alone, comparison=comparison), comparison), *base.in_common_dtype(a, b)
+        _compared(eqx.Partial(_read_alone, comparison=comparison), comparison),
+        *base.in_common_dtype(a, b),
     )
 
 
@@ -194,11 +213,13 @@ def _read_alone(pairs: Array, comparison: str) -> Prepared:
 
 
 @validated(finite=("x", "y"))
-def rsa(x: Features, y: OtherFeatures, *, rdm: str = "euclidean", comparison: str = "pearson") -> Score:
+def rsa(
+    x: Features, y: OtherFeatures, *, rdm: str = "euclidean", comparison: str = "pearson"
+) -> Score:
     """Return the agreement of two representations' RDMs.
 
-    RDMs are invariant under rotation and translation ("euclidean", "squared"), rotation and scale ("cosine"), or
-    permutation and scale ("correlation"). Comparisons ignore the scale of an RDM.
+    RDMs are invariant under rotation and translation ("euclidean", "squared"), rotation and scale
+    ("cosine"), or permutation and scale ("correlation"). Comparisons ignore the scale of an RDM.
 
     Args:
         x: Features, [n, p], at least 3 samples.
@@ -238,12 +259,15 @@ def crossnobis_rdm(
         ValueError: If shapes differ.
 
     References:
-        Walther et al. (2016), Reliability of dissimilarity measures for multi-voxel pattern analysis.
+        Walther et al. (2016), Reliability of dissimilarity measures for multi-voxel pattern
+        analysis.
     """
     if a.shape[0] < 2:
         fail("a", "have at least 2 samples", a.shape[0])
     a, b = base.in_common_dtype(a, b)
-    return _crossnobis(a, b, None if noise_covariance is None else to_device(noise_covariance, b.dtype))
+    return _crossnobis(
+        a, b, None if noise_covariance is None else to_device(noise_covariance, b.dtype)
+    )
 
 
 @jax.jit
@@ -264,7 +288,10 @@ def _crossed(a: Array, b: Array) -> Array:
 def _crossed_halves(x: Array, groups: Array | None = None, *, comparison: str) -> Prepared:
     half = x.shape[0] // 2
     rows, scale = base.centred(x)
-    sums = [root(jnp.sum(part**2, 1)) for part in (rows[:half], rows[half:], x[:half] / scale, x[half:] / scale)]
+    sums = [
+        root(jnp.sum(part**2, 1))
+        for part in (rows[:half], rows[half:], x[:half] / scale, x[half:] / scale)
+    ]
     a, b, whole_a, whole_b = (part[:, None] + part[None] for part in sums)
     size = (a * b / 4 + (a * whole_b + whole_a * b) / 32) / x.shape[1]
     among = _apart(None if groups is None else groups[:half])
@@ -284,7 +311,8 @@ def crossnobis_rsa(x: Features, y: OtherFeatures, *, comparison: str = "cosine")
     Args:
         x: Features, [2 n, p], n at least 3.
         y: Features, [2 n, q].
-        comparison: "pearson", "spearman", "kendall" or "cosine". The cosine of unbiased RDMs is not driven by noise.
+        comparison: "pearson", "spearman", "kendall" or "cosine". The cosine of unbiased RDMs is not
+            driven by noise.
 
     Returns:
         Agreement from -1 to 1.
@@ -320,7 +348,9 @@ def memberships(x: Array, groups: Array | None = None, *, num_neighbours: int) -
 
 def _unit_memberships(x: Array, groups: Array | None = None, *, num_neighbours: int) -> Prepared:
     number = jnp.asarray(x.shape[0], x.dtype)
-    entries = memberships(x, groups, num_neighbours=num_neighbours) / jnp.sqrt(number * num_neighbours)
+    entries = memberships(x, groups, num_neighbours=num_neighbours) / jnp.sqrt(
+        number * num_neighbours
+    )
     return Prepared(entries, jnp.sqrt(num_neighbours / (number - 1)))
 
 
@@ -331,17 +361,26 @@ def _jaccard(a: Array, b: Array) -> Array:
 
 def mutual_knn_form(*, num_neighbours: int = 10) -> Form:
     count = check_count("num_neighbours", num_neighbours, minimum=1)
-    form = Form(eqx.Partial(_unit_memberships, num_neighbours=count), base.inner, base.inner_mean, minimum=count + 1)
+    form = Form(
+        eqx.Partial(_unit_memberships, num_neighbours=count),
+        base.inner,
+        base.inner_mean,
+        minimum=count + 1,
+    )
     return _of_neighbours(form, count)
 
 
 def knn_jaccard_form(*, num_neighbours: int = 10) -> Form:
     count = check_count("num_neighbours", num_neighbours, minimum=1)
-    return _of_neighbours(Form(eqx.Partial(memberships, num_neighbours=count), _jaccard, minimum=count + 1), count)
+    return _of_neighbours(
+        Form(eqx.Partial(memberships, num_neighbours=count), _jaccard, minimum=count + 1), count
+    )
 
 
 def _of_neighbours(form: Form, count: int) -> Form:
-    return form._replace(apart=form._replace(expected=None, minimum=2, labels=np.arange, outside=count))
+    return form._replace(
+        apart=form._replace(expected=None, minimum=2, labels=np.arange, outside=count)
+    )
 
 
 @validated(finite=("x", "y"))
@@ -351,12 +390,12 @@ def mutual_knn(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Sc
     Args:
         x: Features, [n, p].
         y: Features, [n, q].
-        num_neighbours: Neighbours k, below n, by the cosine of rows about the origin, without the sample
-            itself. Samples at equal cosines share the last places.
+        num_neighbours: Neighbours k, below n, by the cosine of rows about the origin, without the
+            sample itself. Samples at equal cosines share the last places.
 
     Returns:
-        Similarity from 0 to 1; below 1 for x with itself if rows are tied, as rows of zeros are. Its derivative is
-        zero.
+        Similarity from 0 to 1; below 1 for x with itself if rows are tied, as rows of zeros are.
+        Its derivative is zero.
 
     Raises:
         ValueError: If the numbers of samples differ or `num_neighbours` is out of range.
@@ -380,7 +419,8 @@ def knn_jaccard(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> S
         Similarity from 0 to 1, as for `mutual_knn`.
 
     References:
-        Wang, Rudolph, Borgeaud and Hamilton (2022), Towards understanding the instability of network embedding;
-        Klabunde et al. (2024), ReSi: a comprehensive benchmark for representational similarity measures.
+        Wang, Rudolph, Borgeaud and Hamilton (2022), Towards understanding the instability of
+        network embedding; Klabunde et al. (2024), ReSi: a comprehensive benchmark for
+        representational similarity measures.
     """
     return base.evaluate(knn_jaccard_form(num_neighbours=num_neighbours), x, y)

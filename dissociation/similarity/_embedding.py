@@ -46,11 +46,12 @@ def classical_mds(distances: Distances, *, num_dims: int = 2) -> Embedding:
         num_dims: Dimensions, below n.
 
     Returns:
-        Points with axes in order of decreasing variance, of arbitrary sign. Directions of negative eigenvalues are
-        zero.
+        Points with axes in order of decreasing variance, of arbitrary sign. Directions of negative
+        eigenvalues are zero.
 
     Raises:
-        ValueError: If distances are not square, symmetric, finite and non-negative, or `num_dims` is out of range.
+        ValueError: If distances are not square, symmetric, finite and non-negative, or `num_dims`
+            is out of range.
 
     References:
         Torgerson (1952), Multidimensional scaling I: theory and method; Gower (1966).
@@ -71,8 +72,8 @@ def smacof(
 ) -> Embedding:
     """Return points of least stress by majorisation, Z <- B(Z) Z / n, in which no step increases the stress.
 
-    B_ij = -d_ij / |z_i - z_j| off the diagonal, with rows of sum zero. It returns the best result from the classical
-    solution and, with a key, from random points.
+    B_ij = -d_ij / |z_i - z_j| off the diagonal, with rows of sum zero. It returns the best result
+    from the classical solution and, with a key, from random points.
 
     Args:
         distances: Symmetric distances, zero on the diagonal, [n, n].
@@ -86,11 +87,14 @@ def smacof(
         The points.
 
     References:
-        De Leeuw (1977), Applications of convex analysis to multidimensional scaling; Borg and Groenen (2005), chapter
-        8.
+        De Leeuw (1977), Applications of convex analysis to multidimensional scaling; Borg and
+        Groenen (2005), chapter 8.
     """
     table, count = _checked(distances, num_dims)
-    limit, starts = check_count("max_steps", max_steps, minimum=1), check_count("num_starts", num_starts, minimum=1)
+    limit, starts = (
+        check_count("max_steps", max_steps, minimum=1),
+        check_count("num_starts", num_starts, minimum=1),
+    )
     return _embedded(table, key, rtol, limit, num_dims=count, num_starts=starts)
 
 
@@ -107,7 +111,10 @@ def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, int]:
         wrong = np.where(np.eye(len(known), dtype=bool), np.abs(known) > slack, uneven)
         if wrong.any():
             row, column = np.argwhere(wrong)[0]
-            got = f"{known[row, column]:.4g} at ({row}, {column}), and {known[column, row]:.4g} at ({column}, {row})"
+            got = (
+                f"{known[row, column]:.4g} at ({row}, {column}), and {known[column, row]:.4g} "
+                f"at ({column}, {row})"
+            )
             fail("distances", "be symmetric, non-negative and zero on the diagonal", got)
     return to_device(distances), count
 
@@ -121,13 +128,20 @@ def _classical(distances: Array, num_dims: int) -> Array:
 
 @partial(jax.jit, static_argnames=("num_dims", "num_starts"))
 def _embedded(
-    distances: Array, key: Any, rtol: Array | float, max_steps: Array | int, *, num_dims: int, num_starts: int
+    distances: Array,
+    key: Any,
+    rtol: Array | float,
+    max_steps: Array | int,
+    *,
+    num_dims: int,
+    num_starts: int,
 ) -> Embedding:
     """Return the best points from the classical solution and, with a key, from random points."""
     # Without this unit, squares of distances may overflow or vanish.
     distances, unit = scaled(0.5 * (distances + distances.T))
     distances = distances * (1 - jnp.eye(distances.shape[0], dtype=distances.dtype))
-    # Stress has local minima. The classical solution is a good start, and random ones may find a better minimum.
+    # Stress has local minima. The classical solution is a good start, and random ones may find a
+    # better minimum.
     starts = _classical(distances, num_dims)[None]
     if key is not None:
         size = jnp.sqrt(jnp.mean(distances**2))
@@ -153,10 +167,17 @@ def _embedded(
 
     def run(points: Array) -> tuple[Array, ...]:
         now = spread(points)[1]
-        return jax.lax.while_loop(goes_on, step, (jnp.zeros((), int), points, jnp.full_like(now, jnp.inf), now))
+        return jax.lax.while_loop(
+            goes_on, step, (jnp.zeros((), int), points, jnp.full_like(now, jnp.inf), now)
+        )
 
     counts, points, _, stresses = jax.lax.map(run, starts)
     best = jnp.argmin(stresses)
     points = points[best] - jnp.mean(points[best], 0)[None]
     least = spread(points)[1]
-    return Embedding(points * unit, least * unit * unit, jnp.sqrt(least / (0.5 * jnp.sum(distances**2))), counts[best])
+    return Embedding(
+        points * unit,
+        least * unit * unit,
+        jnp.sqrt(least / (0.5 * jnp.sum(distances**2))),
+        counts[best],
+    )

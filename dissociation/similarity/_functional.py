@@ -49,7 +49,8 @@ def disagreement(x: Logits, y: Logits) -> Score:
     """Return the fraction of samples to which two networks assign different classes.
 
     Args:
-        x: Logits or probabilities of one network, [n, classes]. One column is the logit of the second of two classes.
+        x: Logits or probabilities of one network, [n, classes]. One column is the logit of the
+            second of two classes.
         y: Logits or probabilities of the other for the same samples.
 
     Returns:
@@ -59,8 +60,8 @@ def disagreement(x: Logits, y: Logits) -> Score:
         ValueError: If shapes differ.
 
     References:
-        Madani, Pennock and Flake (2004), Co-validation: using model disagreement on unlabeled data to validate
-        classification algorithms.
+        Madani, Pennock and Flake (2004), Co-validation: using model disagreement on unlabeled data
+        to validate classification algorithms.
     """
     return evaluate(DISAGREEMENT, x, y)
 
@@ -72,7 +73,8 @@ def jensen_shannon(x: Logits, y: Logits) -> Score:
     (KL(a | m) + KL(b | m)) / 2 with the softmax a and b of logits and m = (a + b) / 2.
 
     Args:
-        x: Logits of one network, [n, classes]. One column is the logit of the second of two classes.
+        x: Logits of one network, [n, classes]. One column is the logit of the second of two
+            classes.
         y: Logits of the other for the same samples.
 
     Returns:
@@ -94,20 +96,21 @@ def min_max_disagreement(x: Logits, y: Logits, labels: Classes) -> Score:
     e_x and e_y are the error rates of the two networks.
 
     Args:
-        x: Logits of one network, [n, classes]. One column is the logit of the second of two classes.
+        x: Logits of one network, [n, classes]. One column is the logit of the second of two
+            classes.
         y: Logits of the other.
         labels: True classes.
 
     Returns:
-        Ratio from 0 to 1, NaN if the bounds coincide, as for a network without errors. With more than two classes, 1
-        needs errors that never agree.
+        Ratio from 0 to 1, NaN if the bounds coincide, as for a network without errors. With more
+        than two classes, 1 needs errors that never agree.
 
     Raises:
         ValueError: If shapes differ, or known labels are out of range.
 
     References:
-        Klabunde, Schumacher, Strohmaier and Lemmerich (2023), Similarity of neural network models: a survey of
-        functional and representational measures, section 4.
+        Klabunde, Schumacher, Strohmaier and Lemmerich (2023), Similarity of neural network models:
+        a survey of functional and representational measures, section 4.
     """
     found = disagreement(x, y)
     x, y = in_common_dtype(x, y)
@@ -116,7 +119,8 @@ def min_max_disagreement(x: Logits, y: Logits, labels: Classes) -> Score:
 
 @jax.jit
 def _within_bounds(found: Array, x: Array, y: Array, labels: Array) -> Array:
-    # Networks that differ in error must disagree on the difference, and agree wherever both are right.
+    # Networks that differ in error must disagree on the difference, and agree wherever both are
+    # right.
     wrong = [jnp.mean(jnp.argmax(_both_logits(one), 1) != labels, dtype=x.dtype) for one in (x, y)]
     least, most = jnp.abs(wrong[0] - wrong[1]), jnp.minimum(wrong[0] + wrong[1], 1.0)
     room = most - least

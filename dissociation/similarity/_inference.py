@@ -11,7 +11,15 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy import stats
 
-from dissociation._core.checks import check_choice, check_count, check_known, check_level, check_positive, fail, warn
+from dissociation._core.checks import (
+    check_choice,
+    check_count,
+    check_known,
+    check_level,
+    check_positive,
+    fail,
+    warn,
+)
 from dissociation._core.conversion import to_device
 from dissociation._core.groups import group_numbers, warn_repeated
 from dissociation._core.linalg import product
@@ -20,10 +28,23 @@ from dissociation._core.splits import folds
 from dissociation._core.ties import ROUNDINGS
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from dissociation.similarity._base import Features, Measure, OtherFeatures, Prepared, in_common_dtype
+from dissociation.similarity._base import (
+    Features,
+    Measure,
+    OtherFeatures,
+    Prepared,
+    in_common_dtype,
+)
 from dissociation.similarity._items import Items, as_items, check_fit, check_sets, of_one_width
 from dissociation.similarity._measures import as_measure
-from dissociation.similarity._orders import Units, all_orders, kinds_of, log_number, random_orders, units_of
+from dissociation.similarity._orders import (
+    Units,
+    all_orders,
+    kinds_of,
+    log_number,
+    random_orders,
+    units_of,
+)
 from dissociation.similarity._tables import tables
 from dissociation.training._progress import MeterFactory
 
@@ -34,7 +55,8 @@ CORRECTIONS = ("holm", "bh", "by", "none")
 """Holm's correction, Benjamini and Hochberg's, Benjamini and Yekutieli's, or none."""
 
 
-# The null of few samples, or of few different ones, has atoms, and the cost of moments is the cube of their number.
+# The null of few samples, or of few different ones, has atoms, and the cost of moments is the cube
+# of their number.
 FEWEST, MOST = 20, 4096
 """Limits of the number of samples for tests by moments."""
 
@@ -56,8 +78,8 @@ class Interval(NamedTuple):
         low: Lower end of the interval about `estimate`.
         high: Upper end of the interval about `estimate`.
         bias: First-order bias of the value.
-        estimate: Value without its bias, within the bounds and between `low` and `high`; the value itself if no bias
-            is removed.
+        estimate: Value without its bias, within the bounds and between `low` and `high`; the value
+            itself if no bias is removed.
     """
 
     standard_error: Array
@@ -80,13 +102,20 @@ def kept_rows(
     """Return the samples that remain without each block of whole groups, [choices, remaining] per size of blocks."""
     conditions = number // repeats // each
     of_rows = np.tile(np.repeat(np.arange(conditions), each), repeats) if groups is None else groups
-    units, kind = int(of_rows.max()) + 1, "samples without repeats and positions" if groups is None else "groups"
+    units, kind = (
+        int(of_rows.max()) + 1,
+        "samples without repeats and positions" if groups is None else "groups",
+    )
     if check_count("num_blocks", num_blocks, minimum=2) > units:
         fail("num_blocks", f"be at most {units}, the number of {kind}", num_blocks)
-    # A bootstrap would draw samples twice, which are then their own nearest neighbours and raise similarities.
+    # A bootstrap would draw samples twice, which are then their own nearest neighbours and raise
+    # similarities.
     left_out = folds(units, num_blocks, contiguous=blocks == "contiguous")
     kept = [np.flatnonzero(~np.isin(of_rows, block)) for block in left_out]
-    return [np.stack([rows for rows in kept if len(rows) == size]) for size in sorted({len(rows) for rows in kept})]
+    return [
+        np.stack([rows for rows in kept if len(rows) == size])
+        for size in sorted({len(rows) for rows in kept})
+    ]
 
 
 @validated
@@ -101,12 +130,14 @@ def jackknife_interval(
 ) -> Interval:
     """Return Student's interval from values without each block, about the value less its first-order bias.
 
-    With B blocks, z = g(value) on an unbounded scale, z_b without block b, and the fraction f_b of samples in block b,
+    With B blocks, z = g(value) on an unbounded scale, z_b without block b, and the fraction f_b of
+    samples in block b,
 
         centre = z - s,   s = sum_b (1 - f_b)(z_b - z),
         error^2 = mean_b (f_b / (1 - f_b)) ((1 / f_b - 1)(z_b - z) - s)^2,
 
-    which for blocks of one size are z - (B - 1)(mean z_b - z) and (B - 1) / B sum_b (z_b - mean z_b)^2.
+    which for blocks of one size are z - (B - 1)(mean z_b - z) and (B - 1) / B sum_b (z_b - mean
+    z_b)^2.
 
     g is arctanh for bounds within -1 and 1, -log(1 - value) for others up to 1, else the identity.
 
@@ -116,18 +147,20 @@ def jackknife_interval(
         sizes: Number of samples in each block; equal by default.
         level: Coverage, between 0 and 1.
         bounds: Smallest and largest value of the measure.
-        unbias: If False, the interval lies about z, as for measures of a fixed number of neighbours.
+        unbias: If False, the interval lies about z, as for measures of a fixed number of
+            neighbours.
 
     Returns:
-        The estimate and its interval, within the bounds. Values within 64 rounding units of a bound equal it.
+        The estimate and its interval, within the bounds. Values within 64 rounding units of a bound
+        equal it.
 
     Raises:
         ValueError: If there is one block, or `level` is out of range.
 
     References:
-        Efron and Tibshirani (1993), An introduction to the bootstrap, chapter 11; Kunsch (1989), The jackknife and the
-        bootstrap for general stationary observations; Busing, Meijer and van der Leeden (1999), Delete-m jackknife for
-        unequal m.
+        Efron and Tibshirani (1993), An introduction to the bootstrap, chapter 11; Kunsch (1989),
+        The jackknife and the bootstrap for general stationary observations; Busing, Meijer and van
+        der Leeden (1999), Delete-m jackknife for unequal m.
     """
     count = check_count("leave_outs", leave_outs.shape[0], minimum=2)
     check_level(level)
@@ -135,7 +168,9 @@ def jackknife_interval(
         check_positive("sizes", sizes)
     values, leave_outs = in_common_dtype(values, leave_outs)
     fractions = np.full(count, 1 / count) if sizes is None else sizes / sizes.sum()
-    return _interval(values, leave_outs, students_quantile(level, count), bounds, unbias, jnp, fractions)
+    return _interval(
+        values, leave_outs, students_quantile(level, count), bounds, unbias, jnp, fractions
+    )
 
 
 def students_quantile(level: float, count: int) -> float:
@@ -159,9 +194,13 @@ def interval(
     fractions = fractions.reshape(-1, *(1,) * values.ndim).astype(values.dtype)
     least, most = bounds
     rounding = float(jnp.finfo(values.dtype).eps)
-    for bound in bounds if np.isfinite(bounds).all() else ():  # near a bound, arctanh and log magnify rounding
+    for bound in (
+        bounds if np.isfinite(bounds).all() else ()
+    ):  # near a bound, arctanh and log magnify rounding
         near = ROUNDINGS * rounding
-        values, leave_outs = (xp.where(xp.abs(v - bound) <= near, bound, v) for v in (values, leave_outs))
+        values, leave_outs = (
+            xp.where(xp.abs(v - bound) <= near, bound, v) for v in (values, leave_outs)
+        )
     inside = 1 - 4 * rounding
     # An interval on an unbounded scale stays within the bounds when it is mapped back.
     if most == 1 and least >= -1:
@@ -250,15 +289,15 @@ def permutation_test(
         key: Random key of the orders, required.
         num_draws: Orders of y's samples.
         level: Level of the null's quantile.
-        blocks: "shuffled" for exchangeable samples, "contiguous" for time series, whose orders are at most n - 1
-            cyclic shifts.
+        blocks: "shuffled" for exchangeable samples, "contiguous" for time series, whose orders are
+            at most n - 1 cyclic shifts.
         groups: Label of each sample's group, see `pairwise`. Orders exchange groups of equal size.
         progress: See `dissociation.training`.
         options: Options of the measure.
 
     Returns:
-        The test. Small distances count as similar. All but `value` is NaN, with a warning, if fewer than 20 orders
-        exchange groups.
+        The test. Small distances count as similar. All but `value` is NaN, with a warning, if fewer
+        than 20 orders exchange groups.
 
     Raises:
         ValueError: If an option is out of range, or the key is missing.
@@ -283,22 +322,33 @@ def permutation_test(
     orders, _ = orders_of([first, second], key, num_draws, units, blocks=blocks)
     # The value itself comes from the same program, so that equal values are equal.
     orders = np.concatenate([np.arange(number)[None], orders])
-    values = np.asarray(tables(known, form, first, second, [("orders", orders)], progress=progress)[0])[:, 0, 0]
+    values = np.asarray(
+        tables(known, form, first, second, [("orders", orders)], progress=progress)[0]
+    )[:, 0, 0]
     draws = np.full_like(values[1:], np.nan) if too_few else values[1:]
     return placed(known, np.asarray(values[0]), draws, level)
 
 
-def groups_of(sets: Sequence[Items], measure: Measure, groups: Any, blocks: str) -> np.ndarray | None:
+def groups_of(
+    sets: Sequence[Items], measure: Measure, groups: Any, blocks: str
+) -> np.ndarray | None:
     """Return the group of each row, or None with a warning of samples that repeat others in all sets."""
     check_choice("blocks", blocks, BLOCKS)
     number, each = sets[0].arrays[0].shape[1], max(one.each for one in sets)
     if groups is None:
-        arrays = [features for one in sets for stack in one.arrays for features in np.asarray(stack)]
+        arrays = [
+            features for one in sets for stack in one.arrays for features in np.asarray(stack)
+        ]
         effect = "intervals and p-values are too small"
         warn_repeated(arrays, effect, repeats=measure.repeats, each=each)
         return None
     if blocks != "shuffled":
-        fail("blocks", "be 'shuffled' for samples in groups", repr(blocks), "A group may be a stretch of time")
+        fail(
+            "blocks",
+            "be 'shuffled' for samples in groups",
+            repr(blocks),
+            "A group may be a stretch of time",
+        )
     numbers = group_numbers(groups, number, repeats=measure.repeats, each=each)
     alone = int(numbers.max()) + 1 == number // measure.repeats // each
     return None if alone and each == 1 else numbers
@@ -317,7 +367,9 @@ def warn_few_exchanges(units: Units) -> bool:
     return True
 
 
-def orders_of(sets: Sequence[Items], key: PRNGKey, count: int, units: Units, *, blocks: str) -> tuple[np.ndarray, bool]:
+def orders_of(
+    sets: Sequence[Items], key: PRNGKey, count: int, units: Units, *, blocks: str
+) -> tuple[np.ndarray, bool]:
     """Return orders of the second set's samples but the given one, [orders, n], and True if they are all that differ.
 
     All are listed if they are at most `count`; else up to `count` random ones are drawn.
@@ -325,7 +377,9 @@ def orders_of(sets: Sequence[Items], key: PRNGKey, count: int, units: Units, *, 
     if blocks == "shuffled":
         # Exchanging equal samples changes nothing, which is known of a single representation.
         kinds = [[np.arange(len(part)) for part in units]]
-        kinds += [kinds_of(np.asarray(one.arrays[0])[0], units) for one in sets if len(one.labels) == 1]
+        kinds += [
+            kinds_of(np.asarray(one.arrays[0])[0], units) for one in sets if len(one.labels) == 1
+        ]
         numbers = [log_number(each) for each in kinds]
         fewest = int(np.argmin(numbers))
         # If all samples are equal, there is no other order to list.
@@ -342,7 +396,9 @@ def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float)
     slack = 8 * np.finfo(draws.dtype).eps * np.maximum(np.abs(value), np.abs(draws).max(0))
     # Ties count as hits, so that p-values are not too small if values can be equal.
     hits = np.sum(sign * draws >= sign * value - slack, 0)
-    p_value = np.where(np.isfinite(value) & np.isfinite(draws).all(0), (1 + hits) / (1 + len(draws)), np.nan)
+    p_value = np.where(
+        np.isfinite(value) & np.isfinite(draws).all(0), (1 + hits) / (1 + len(draws)), np.nan
+    )
     quantile = sign * np.quantile(sign * draws, level, axis=0)
     spread = draws.std(0, ddof=1) if len(draws) > 1 else np.full_like(value, np.nan)
     calibrated = calibrate(value, quantile, measure.identical)
@@ -351,7 +407,9 @@ def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float)
 
 @validated
 def calibrate(
-    value: Float[Array | np.ndarray, "..."], null_quantile: Float[Array | np.ndarray, "..."], best: Scalar = 1.0
+    value: Float[Array | np.ndarray, "..."],
+    null_quantile: Float[Array | np.ndarray, "..."],
+    best: Scalar = 1.0,
 ) -> Float[Array, "..."]:
     """Return (value - null_quantile) / (best - null_quantile), 0 for chance and 1 for the best value.
 
@@ -378,7 +436,9 @@ def _calibrated(value: Array, null_quantile: Array, best: Scalar) -> Array:
 
 
 @validated
-def adjust_p_values(p_values: Float[Array | np.ndarray, "..."], method: str = "holm") -> Float[np.ndarray, "..."]:
+def adjust_p_values(
+    p_values: Float[Array | np.ndarray, "..."], method: str = "holm"
+) -> Float[np.ndarray, "..."]:
     """Correct p-values for multiple tests.
 
     Args:
@@ -392,8 +452,8 @@ def adjust_p_values(p_values: Float[Array | np.ndarray, "..."], method: str = "h
         ValueError: If `method` is unknown, or known numbers are outside of 0 to 1.
 
     References:
-        Holm (1979), A simple sequentially rejective multiple test procedure; Benjamini and Hochberg (1995); Benjamini
-        and Yekutieli (2001).
+        Holm (1979), A simple sequentially rejective multiple test procedure; Benjamini and Hochberg
+        (1995); Benjamini and Yekutieli (2001).
 
     Example:
         >>> adjust_p_values(np.array([0.01, 0.04, 0.03]))
@@ -532,11 +592,15 @@ def null_moments(a: Invariants, b: Invariants, number: int) -> tuple[Any, Any, A
 
 
 @eqx.filter_jit
-def _invariants(gram: Callable[[Array], Prepared], stacks: list[Array], indices: Array) -> Invariants:
+def _invariants(
+    gram: Callable[[Array], Prepared], stacks: list[Array], indices: Array
+) -> Invariants:
     """Return the sums over matrices of representations, by indices [representations, 2] of a stack and within it."""
     # The code of the sums, most of the program, is compiled once for stacks of all widths.
     matrices = [lambda item, stack=stack: gram(stack[item]).entries for stack in stacks]
-    return jax.lax.map(lambda index: invariants(jax.lax.switch(index[0], matrices, index[1])), indices)
+    return jax.lax.map(
+        lambda index: invariants(jax.lax.switch(index[0], matrices, index[1])), indices
+    )
 
 
 def log_orders(sets: Sequence[Items], units: Units) -> np.ndarray:
@@ -545,17 +609,21 @@ def log_orders(sets: Sequence[Items], units: Units) -> np.ndarray:
     for one in sets:
         of_set = np.zeros(len(one.labels))
         for stack, places in zip(one.arrays, one.places, strict=True):
-            of_set[places] = [log_number(kinds_of(features, units)) for features in np.asarray(stack)]
+            of_set[places] = [
+                log_number(kinds_of(features, units)) for features in np.asarray(stack)
+            ]
         logs.append(of_set)
     of_all = log_number([np.arange(len(part)) for part in units])
     return logs[0][:, None] + logs[-1][None] - of_all
 
 
-def moment_p_values(values: Any, gram: Any, sets: Sequence[Items], log_numbers: np.ndarray) -> np.ndarray:
+def moment_p_values(
+    values: Any, gram: Any, sets: Sequence[Items], log_numbers: np.ndarray
+) -> np.ndarray:
     """Return p-values of inner products of unit matrices over samples, [items, others], from Pearson's type III law.
 
-    It has the null's exact mean, variance and skewness. P-values below 1 / 1000 are extrapolated, down to one over the
-    number of orders that differ, of which `log_numbers` are logarithms.
+    It has the null's exact mean, variance and skewness. P-values below 1 / 1000 are extrapolated,
+    down to one over the number of orders that differ, of which `log_numbers` are logarithms.
     """
     values = np.asarray(values, float)
     sets = of_one_width(*sets) if len(sets) == 2 else sets
@@ -579,7 +647,8 @@ def moment_p_values(values: Any, gram: Any, sets: Sequence[Items], log_numbers: 
     with np.errstate(invalid="ignore", divide="ignore"):
         spread = np.sqrt(variance)
         skew = np.clip(third / spread**3, -1e3, 1e3)
-    # If all orders score alike but for rounding, as for samples at equal distances, there is nothing to test.
+    # If all orders score alike but for rounding, as for samples at equal distances, there is
+    # nothing to test.
     alike = np.isfinite(values) & (spread <= 1e-5 * np.abs(mean))
     known = np.isfinite(values) & (spread > 0) & ~alike
     # Three moments do not determine the far tail.

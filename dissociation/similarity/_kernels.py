@@ -34,8 +34,8 @@ def double_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
 def u_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
     """Return the matrix centred so that its off-diagonal rows sum to zero, with a zero diagonal.
 
-    With K~ = K without its diagonal, A_ij = K~_ij - (r_i + r_j) / (n - 2) + s / ((n - 1)(n - 2)), r = K~ 1, s = 1^T r.
-    HSIC_u(K, L) = <A, B> / (n (n - 3)). Source: Szekely and Rizzo (2014).
+    With K~ = K without its diagonal, A_ij = K~_ij - (r_i + r_j) / (n - 2) + s / ((n - 1)(n - 2)), r
+    = K~ 1, s = 1^T r. HSIC_u(K, L) = <A, B> / (n (n - 3)). Source: Szekely and Rizzo (2014).
     """
     number = gram.shape[0]
     off = 1 - jnp.eye(number, dtype=gram.dtype)
@@ -48,15 +48,16 @@ def u_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
 def u_centred_apart(gram: Float[Array, "n n"], apart: Bool[Array, "n n"]) -> Float[Array, "n n"]:
     """Return the matrix of pairs `apart`, of two groups, less the nearest a_i + a_j, with zeros for all other pairs.
 
-    Its rows sum to zero. With one sample in each group it is `u_centred`, and copies of samples change no inner
-    product of two such matrices of norm 1.
+    Its rows sum to zero. With one sample in each group it is `u_centred`, and copies of samples
+    change no inner product of two such matrices of norm 1.
     """
     number = gram.shape[0]
     gram = jnp.where(apart, gram, 0.0)
     away = apart.astype(gram.dtype)
     sizes = number - jnp.sum(away, 1)
     rows = jnp.sum(gram, 1)
-    # Sums of r_i = (n - m_i) a_i + sum_j a_j - (sum over the group of i) over all samples, and over a group.
+    # Sums of r_i = (n - m_i) a_i + sum_j a_j - (sum over the group of i) over all samples, and over
+    # a group.
     spare = number - 2 * sizes
     total = jnp.sum(rows / spare) / (1 + jnp.sum(1 / spare))
     of_group = (jnp.sum(rows) - product(away, rows[:, None])[:, 0] - sizes * total) / spare
@@ -64,7 +65,9 @@ def u_centred_apart(gram: Float[Array, "n n"], apart: Bool[Array, "n n"]) -> Flo
     return jnp.where(apart, gram - shift[:, None] - shift[None], 0.0)
 
 
-def double_centred_apart(gram: Float[Array, "n n"], apart: Bool[Array, "n n"]) -> Float[Array, "n n"]:
+def double_centred_apart(
+    gram: Float[Array, "n n"], apart: Bool[Array, "n n"]
+) -> Float[Array, "n n"]:
     """Return H K H, with samples of one group as similar as a sample is to itself."""
     return double_centred(jnp.where(apart, gram, jnp.diagonal(gram)[:, None]))
 
@@ -87,18 +90,25 @@ def rbf_gram(x: Array, apart: Array | None = None, *, scale: Scalar) -> Array:
     return jnp.exp(-square / (2 * sigma**2))
 
 
-def _unit_gram(gram: Callable[[Array], Array], centring: Callable[[Array], Array], x: Array) -> Prepared:
+def _unit_gram(
+    gram: Callable[[Array], Array], centring: Callable[[Array], Array], x: Array
+) -> Prepared:
     matrix = gram(x)
     entries = base.unit(base.apart_from_rounding(centring(matrix), matrix))
     return Prepared(entries, _mean_part(jnp.trace(entries), x.shape[0]))
 
 
 def _gram_apart(
-    gram: Callable[[Array, Array], Array], centring: Callable[[Array, Array], Array], x: Array, groups: Array
+    gram: Callable[[Array, Array], Array],
+    centring: Callable[[Array, Array], Array],
+    x: Array,
+    groups: Array,
 ) -> Prepared:
     apart = groups[:, None] != groups[None]
     matrix = gram(x, apart)
-    return Prepared(base.unit(base.apart_from_rounding(centring(matrix, apart), matrix)), jnp.zeros((), x.dtype))
+    return Prepared(
+        base.unit(base.apart_from_rounding(centring(matrix, apart), matrix)), jnp.zeros((), x.dtype)
+    )
 
 
 def _form_apart(
@@ -117,25 +127,32 @@ def _half_gram(debiased: bool, x: Array) -> Prepared:
     x, _ = base.centred(x)
     number, width = x.shape[0], -(-x.shape[0] // BLOCKS)
     lengths, entries = jnp.sum(x**2, 1), []
-    shift = (0.5 * jnp.sum(lengths) / (number - 1) - lengths) / (number - 2)  # as `u_centred`, where rows sum to zero
+    shift = (0.5 * jnp.sum(lengths) / (number - 1) - lengths) / (
+        number - 2
+    )  # as `u_centred`, where rows sum to zero
     for start in range(0, number, width):
         rows, count = slice(start, start + width), number - start
         weights = jnp.where(jnp.arange(count) < width, 1, 2**0.5)
         block = product(x[rows], (x[start:] * weights[:, None]).T)
         if debiased:
             off = jnp.eye(block.shape[0], count, dtype=bool)
-            block = jnp.where(off, 0, block - (shift[rows, None] + shift[None, start:]) * weights[None])
+            block = jnp.where(
+                off, 0, block - (shift[rows, None] + shift[None, start:]) * weights[None]
+            )
         entries.append(block)
-    largest = base.apart_from_rounding(jnp.stack([jnp.max(jnp.abs(block)) for block in entries]), lengths)[0]
+    largest = base.apart_from_rounding(
+        jnp.stack([jnp.max(jnp.abs(block)) for block in entries]), lengths
+    )[0]
     norm = jnp.sqrt(sum(jnp.sum(block**2) for block in entries)) + 0 * largest
     return Prepared(
-        [block / norm for block in entries], _mean_part((0 if debiased else jnp.sum(lengths)) / norm, number)
+        [block / norm for block in entries],
+        _mean_part((0 if debiased else jnp.sum(lengths)) / norm, number),
     )
 
 
 def _mean_part(trace: Array, number: int) -> Array:
-    # Kazi-Aoual, Hitier, Sabatier and Lebreton (1995): the mean of <A, P B P^T> over permutations P, rows of A and B
-    # summing to zero, is tr A tr B / (n - 1).
+    # Kazi-Aoual, Hitier, Sabatier and Lebreton (1995): the mean of <A, P B P^T> over permutations
+    # P, rows of A and B summing to zero, is tr A tr B / (n - 1).
     return trace / (number - 1) ** 0.5
 
 
@@ -179,17 +196,24 @@ def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
     n = float(a.entries.shape[0])  # products of integers are soon beyond 32 bits
     squares = a.lengths * b.lengths
     long, rest = _longest(squares)
-    (x_long, x), (y_long, y) = ((one.entries[long], jnp.where(rest, one.entries, 0.0)) for one in (a, b))
+    (x_long, x), (y_long, y) = (
+        (one.entries[long], jnp.where(rest, one.entries, 0.0)) for one in (a, b)
+    )
     crossed = product(x.T, y)
-    among = jnp.where(jnp.eye(len(long), dtype=bool), 0.0, product(x_long, x_long.T) * product(y_long, y_long.T))
+    among = jnp.where(
+        jnp.eye(len(long), dtype=bool), 0.0, product(x_long, x_long.T) * product(y_long, y_long.T)
+    )
     terms = [jnp.sum(crossed**2), -jnp.sum(jnp.where(rest[:, 0], squares, 0.0)), jnp.sum(among)]
-    terms += [2 * jnp.sum(product(x_long, crossed) * y_long), -2 / (n - 2) * jnp.sum(a.sums * b.sums)]
+    terms += [
+        2 * jnp.sum(product(x_long, crossed) * y_long),
+        -2 / (n - 2) * jnp.sum(a.sums * b.sums),
+    ]
     terms += [jnp.sum(a.sums) * jnp.sum(b.sums) / ((n - 1) * (n - 2))]
     return sum(terms, jnp.zeros_like(terms[0])), jnp.stack([jnp.abs(term) for term in terms])
 
 
-# Products over features are cheaper for few features, and products over samples for many features or pairs. The
-# moments of the null distribution need the matrix over samples.
+# Products over features are cheaper for few features, and products over samples for many features
+# or pairs. The moments of the null distribution need the matrix over samples.
 LINEAR_CKA = Form(
     _plain_features,
     lambda a, b: jnp.sum(product(a.entries.T, b.entries) ** 2),
@@ -239,20 +263,24 @@ def rbf_form(
 def linear_cka(x: Features, y: OtherFeatures) -> Score:
     """Return linear centred kernel alignment, |Xc^T Yc|^2 / (|Xc^T Xc| |Yc^T Yc|).
 
-    It is biased: independent isotropic representations score about sqrt(p q / ((n + p)(n + q))). See `debiased_cka`.
+    It is biased: independent isotropic representations score about sqrt(p q / ((n + p)(n + q))).
+    See `debiased_cka`.
 
     Args:
         x: Features, [n, p].
         y: Features, [n, q].
 
     Returns:
-        Similarity from 0 to 1; 1 for representations that differ by rotation, scale and translation.
+        Similarity from 0 to 1; 1 for representations that differ by rotation, scale and
+        translation.
 
     Raises:
-        ValueError: If the numbers of samples differ, there is only one, or known samples are all equal.
+        ValueError: If the numbers of samples differ, there is only one, or known samples are all
+            equal.
 
     References:
-        Kornblith, Norouzi, Lee and Hinton (2019), Similarity of neural network representations revisited, eq. 4.
+        Kornblith, Norouzi, Lee and Hinton (2019), Similarity of neural network representations
+        revisited, eq. 4.
 
     Example:
         >>> x = jnp.eye(3)
@@ -279,8 +307,9 @@ def debiased_cka(x: Features, y: OtherFeatures) -> Score:
         Similarity up to 1, negative if there is less in common than by chance.
 
     References:
-        Song, Smola, Gretton, Borgwardt and Bedo (2012), Feature selection via dependence maximization, theorem 2.
-        Nguyen, Raghu and Kornblith (2021), Do wide and deep networks learn the same things?, eq. 3.
+        Song, Smola, Gretton, Borgwardt and Bedo (2012), Feature selection via dependence
+        maximization, theorem 2. Nguyen, Raghu and Kornblith (2021), Do wide and deep networks learn
+        the same things?, eq. 3.
     """
     return base.evaluate(DEBIASED_CKA, x, y)
 
@@ -289,8 +318,8 @@ def debiased_cka(x: Features, y: OtherFeatures) -> Score:
 def rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
     """Return CKA with kernels exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median distance.
 
-    The median is over pairs i < j of each representation, replaced by the mean if more than half of the pairs
-    coincide.
+    The median is over pairs i < j of each representation, replaced by the mean if more than half of
+    the pairs coincide.
 
     Args:
         x: Features, [n, p].
@@ -328,8 +357,8 @@ def debiased_rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> S
 def distance_correlation(x: Features, y: OtherFeatures) -> Score:
     """Return distance correlation, sqrt(<A, B> / (|A| |B|)) of doubly centred matrices of Euclidean distances.
 
-    In the limit it is zero if and only if x and y are independent. At finite n it is biased upwards: independent
-    normal features score 0.41 at n = 1000 and p = q = 50.
+    In the limit it is zero if and only if x and y are independent. At finite n it is biased
+    upwards: independent normal features score 0.41 at n = 1000 and p = q = 50.
 
     Args:
         x: Features, [n, p].
@@ -339,6 +368,7 @@ def distance_correlation(x: Features, y: OtherFeatures) -> Score:
         Correlation from 0 to 1.
 
     References:
-        Szekely, Rizzo and Bakirov (2007), Measuring and testing dependence by correlation of distances, eq. 2.10.
+        Szekely, Rizzo and Bakirov (2007), Measuring and testing dependence by correlation of
+        distances, eq. 2.10.
     """
     return base.evaluate(DISTANCE_CORRELATION, x, y)

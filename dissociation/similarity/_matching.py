@@ -12,7 +12,15 @@ from scipy import optimize, sparse
 
 from dissociation._core.linalg import finite_part, no_derivative, product
 from dissociation._core.validation import validated
-from dissociation.similarity._base import Features, Form, OtherFeatures, Score, centred, column_sizes, evaluate
+from dissociation.similarity._base import (
+    Features,
+    Form,
+    OtherFeatures,
+    Score,
+    centred,
+    column_sizes,
+    evaluate,
+)
 
 LARGEST_ASSIGNMENT = 4096
 """Largest number of repeated neurons for an assignment, in place of a linear programme."""
@@ -70,15 +78,15 @@ def hard_matching(x: Features, y: OtherFeatures) -> Score:
         y: Features, [n, q].
 
     Returns:
-        Correlation from -1 to 1, seldom negative for many neurons (see its baseline). For x with itself it is the
-        fraction of neurons that vary.
+        Correlation from -1 to 1, seldom negative for many neurons (see its baseline). For x with
+        itself it is the fraction of neurons that vary.
 
     Raises:
         TypeError: If it is differentiated.
 
     References:
-        Li, Yosinski, Clune, Lipson and Hopcroft (2015), Convergent learning: do different neural networks learn the
-        same representations?
+        Li, Yosinski, Clune, Lipson and Hopcroft (2015), Convergent learning: do different neural
+        networks learn the same representations?
     """
     return evaluate(HARD_MATCHING, x, y)
 
@@ -100,7 +108,7 @@ def soft_matching(x: Features, y: OtherFeatures) -> Score:
         TypeError: If it is differentiated.
 
     References:
-        Khosla and Williams (2024), Soft matching distance: a metric on neural representations that captures
-        single-neuron tuning.
+        Khosla and Williams (2024), Soft matching distance: a metric on neural representations that
+        captures single-neuron tuning.
     """
     return evaluate(SOFT_MATCHING, x, y)

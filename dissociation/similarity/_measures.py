@@ -43,18 +43,23 @@ _ALL = (
     Measure(
         shapes.angular_similarity, shapes.ANGULAR_SIMILARITY,
         equation="nuc(Xc^T Yc) / (|Xc| |Yc|)",
-        invariances="OSTP", cost="n p q + p q min(p, q)", reference="Tang et al. (2020); Harvey et al. (2024)",
+        invariances="OSTP", cost="n p q + p q min(p, q)", reference="Tang et al. (2020); Harvey "
+                                                                    "et al. (2024)",
     ),
     Measure(
         shapes.angular_distance, shapes.ANGULAR_DISTANCE,
         equation="arccos(nuc(Xc^T Yc) / (|Xc| |Yc|))",
-        invariances="OSTP", metric=True, range=(0.0, 0.5 * pi), identical=0.0, cost="n p q + p q min(p, q)",
+        invariances="OSTP", metric=True, range=(0.0, 0.5 * pi), identical=0.0, cost="n p q + p q "
+                                                                                    "min(p, q)",
         reference="Williams et al. (2021)",
     ),
     Measure(
         shapes.partial_whitening_distance, shapes.partial_whitening_form,
-        equation="the angle between Z = Xc (a I + (1 - a) |Xc| / sqrt(p) (Xc^T Xc)^(-1/2)), of x and of y",
-        invariances="OSTP", metric=True, range=(0.0, 0.5 * pi), identical=0.0, cost="n p^2 + n p q + p q min(p, q)",
+        equation="the angle between Z = Xc (a I + (1 - a) |Xc| / sqrt(p) (Xc^T Xc)^(-1/2)), of x "
+                 "and of y",
+        invariances="OSTP", metric=True, range=(0.0, 0.5 * pi), identical=0.0, cost="n p^2 + n p "
+                                                                                    "q + p q "
+                                                                                    "min(p, q)",
         reference="Williams et al. (2021)",
     ),
     Measure(
@@ -66,7 +71,9 @@ _ALL = (
     Measure(
         dissimilarity.crossnobis_rsa, dissimilarity.crossnobis_rsa_form,
         equation="cos of RDMs (a_i - a_j)^T (b_i - b_j) / p, a and b the two halves of the rows",
-        invariances="OSTP", range=(-1.0, 1.0), repeats=2, cost="n^2 (p + q)", reference="Walther et al. (2016)",
+        invariances="OSTP", range=(-1.0, 1.0), repeats=2, cost="n^2 (p + q)", reference="Walther "
+                                                                                        "et al. "
+                                                                                        "(2016)",
     ),
     Measure(
         dissimilarity.mutual_knn, dissimilarity.mutual_knn_form,
@@ -81,7 +88,8 @@ _ALL = (
     Measure(
         shapes.cca, shapes.CCA,
         equation="sum_i rho_i / min(rank Xc, rank Yc), rho the singular values of Qx^T Qy",
-        invariances="OSTPLD", cost="n p^2 + n p q + p q min(p, q)", reference="Hotelling (1936); Raghu et al. (2017)",
+        invariances="OSTPLD", cost="n p^2 + n p q + p q min(p, q)", reference="Hotelling (1936); "
+                                                                              "Raghu et al. (2017)",
     ),
     Measure(
         shapes.cca_squared, shapes.CCA_SQUARED,
@@ -96,24 +104,28 @@ _ALL = (
     Measure(
         shapes.pwcca, shapes.PWCCA,
         equation="sum_i w_i rho_i, w_i proportional to sum_j |<h_i, x_j>|",
-        invariances="STP", invariances_of_y="OSTPLD", symmetric=False, cost="n p^2 + n p q + p q min(p, q)",
+        invariances="STP", invariances_of_y="OSTPLD", symmetric=False, cost="n p^2 + n p q + p q "
+                                                                            "min(p, q)",
         reference="Morcos et al. (2018)",
     ),
     Measure(
         shapes.gulp_distance, shapes.gulp_form,
-        equation="sqrt(tr((Sxl^-1 Sx)^2) + tr((Syl^-1 Sy)^2) - 2 tr(Sxl^-1 Sxy Syl^-1 Syx)), Sxl = Sx + 0.01 tr(Sx) I",
+        equation="sqrt(tr((Sxl^-1 Sx)^2) + tr((Syl^-1 Sy)^2) - 2 tr(Sxl^-1 Sxy Syl^-1 Syx)), Sxl "
+                 "= Sx + 0.01 tr(Sx) I",
         invariances="OSTP", metric=True, range=(0.0, inf), identical=0.0, cost="n p^2 + n p q",
         reference="Boix-Adsera et al. (2022)",
     ),
     Measure(
         predictivity.linear_predictivity, predictivity.predictivity_form,
-        equation="1 - sum |y - prediction|^2 / sum |y - mean y|^2, least squares on the other of 5 folds",
+        equation="1 - sum |y - prediction|^2 / sum |y - mean y|^2, least squares on the other of "
+                 "5 folds",
         invariances="OSTPLD", invariances_of_y="OSTP", invariances_if_narrow="LD", symmetric=False, range=(-inf, 1.0),
         cost="5 n p^2 + 5 n p q", reference="Yamins et al. (2014)",
     ),
     Measure(
         kernels.rbf_cka, partial(kernels.rbf_form, kernels.double_centred, kernels.double_centred_apart, 2),
-        equation="<HKH, HLH> / (|HKH| |HLH|), K = exp(-d^2 / (2 sigma^2)), sigma the median distance",
+        equation="<HKH, HLH> / (|HKH| |HLH|), K = exp(-d^2 / (2 sigma^2)), sigma the median "
+                 "distance",
         invariances="OSTP", cost="n^2 (p + q)", reference="Kornblith et al. (2019)",
     ),
     Measure(
@@ -145,7 +157,8 @@ _ALL = (
     ),
     Measure(
         functional.jensen_shannon, functional.JENSEN_SHANNON,
-        equation="mean_i (KL(a_i | m_i) + KL(b_i | m_i)) / 2, m = (a + b) / 2, a and b the softmax of x and y",
+        equation="mean_i (KL(a_i | m_i) + KL(b_i | m_i)) / 2, m = (a + b) / 2, a and b the "
+                 "softmax of x and y",
         invariances="", range=(0.0, log(2.0)), identical=0.0, same_width=True, cost="n classes", reference="Lin (1991)",
     ),
 )  # fmt: skip
@@ -178,18 +191,21 @@ def custom_measure(
 ) -> Measure:
     """Return a function of two representations as a measure.
 
-    A function that divides the samples at random, as into folds, must decide by row numbers: an interval leaves samples
-    out, and a division that changes with their number adds its own noise. With `groups`, row numbers are numbers of
-    groups, so that a group is not divided.
+    A function that divides the samples at random, as into folds, must decide by row numbers: an
+    interval leaves samples out, and a division that changes with their number adds its own noise.
+    With `groups`, row numbers are numbers of groups, so that a group is not divided.
 
     Args:
-        function: Function f(x, y, **options) of JAX's operations, from [n, p] and [n, q] to one real number.
-        identical: Value for a representation with itself, the largest of its range for a similarity, the smallest for
-            a distance. Tests against chance depend on it.
+        function: Function f(x, y, **options) of JAX's operations, from [n, p] and [n, q] to one
+            real number.
+        identical: Value for a representation with itself, the largest of its range for a
+            similarity, the smallest for a distance. Tests against chance depend on it.
         range: Smallest and largest value.
         symmetric: If True, x and y may be exchanged.
-        population: If True, it converges as 1 / n with the number n of samples, and intervals remove its bias.
-        rows: If True, `function` is f(x, y, rows, **options), with the numbers [n] of the samples among all samples.
+        population: If True, it converges as 1 / n with the number n of samples, and intervals
+            remove its bias.
+        rows: If True, `function` is f(x, y, rows, **options), with the numbers [n] of the samples
+            among all samples.
 
     Returns:
         A measure for `pairwise`, `compare` and `permutation_test`.
@@ -242,7 +258,11 @@ def _one_number(function: Callable[..., Array], *arrays: Array, **options: Any) 
     except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
         advice = f"It is compiled, and {type(error).__name__} came"
         fail_kind("measure", "be a function of JAX's operations", describe(function), advice)
-    array = jnp.asarray(value) if isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)) else None
+    array = (
+        jnp.asarray(value)
+        if isinstance(value, (jax.Array, np.ndarray, np.generic, int, float))
+        else None
+    )
     if array is None or array.shape or not jnp.issubdtype(array.dtype, jnp.floating):
         got = describe(value) if array is None else f"{array.dtype} of shape {array.shape}"
         fail("measure", "return one real number for two representations", got)

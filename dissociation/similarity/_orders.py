@@ -19,7 +19,9 @@ Kinds = list[np.ndarray]
 """Number of the kind of each unit, [units], in one array per array of `Units`; equal units are of one kind."""
 
 
-def units_of(number: int, repeats: int = 1, each: int = 1, groups: np.ndarray | None = None) -> Units:
+def units_of(
+    number: int, repeats: int = 1, each: int = 1, groups: np.ndarray | None = None
+) -> Units:
     """Return the units of samples that occur `repeats` times and have `each` positions: samples, or groups [n]."""
     rows = np.arange(number).reshape(repeats, -1, each)
     rows = rows.swapaxes(0, 1).reshape(rows.shape[1], -1)
@@ -27,7 +29,10 @@ def units_of(number: int, repeats: int = 1, each: int = 1, groups: np.ndarray | 
         return [rows]
     of_samples = groups[rows[:, 0]]
     units = [rows[of_samples == group].reshape(-1) for group in range(of_samples.max() + 1)]
-    return [np.stack([unit for unit in units if len(unit) == size]) for size in sorted(set(map(len, units)))]
+    return [
+        np.stack([unit for unit in units if len(unit) == size])
+        for size in sorted(set(map(len, units)))
+    ]
 
 
 def kinds_of(features: np.ndarray, units: Units) -> Kinds:
@@ -57,16 +62,20 @@ def all_orders(units: Units, kinds: Kinds) -> np.ndarray:
             places = np.empty(len(of_size), int)
             places[np.argsort(arrangement, kind="stable")] = np.argsort(of_size, kind="stable")
             moved.append(places)
-        if any((of_size[places] != of_size).any() for of_size, places in zip(kinds, moved, strict=True)):
+        if any(
+            (of_size[places] != of_size).any() for of_size, places in zip(kinds, moved, strict=True)
+        ):
             orders.append(_rows(units, [places[None] for places in moved])[0])
     return np.array(orders, int).reshape(len(orders), sum(part.size for part in units))
 
 
-def random_orders(key: PRNGKey, count: int, units: Units, *, blocks: str = "shuffled") -> np.ndarray:
+def random_orders(
+    key: PRNGKey, count: int, units: Units, *, blocks: str = "shuffled"
+) -> np.ndarray:
     """Return up to `count` random orders, [orders, n].
 
-    `blocks="shuffled"` permutes units of one size. `blocks="contiguous"` shifts all cyclically, by another number in
-    each order, so that neighbours in a time series stay neighbours.
+    `blocks="shuffled"` permutes units of one size. `blocks="contiguous"` shifts all cyclically, by
+    another number in each order, so that neighbours in a time series stay neighbours.
     """
     sizes = tuple(len(part) for part in units)
     return _rows(units, jax.device_get(_drawn(key, count, sizes, blocks == "contiguous")))
@@ -84,7 +93,9 @@ def _drawn(key: PRNGKey, count: int, sizes: Sequence[int], shifted: bool) -> lis
             orders.append((jnp.arange(size)[None] + shifts[:, None]) % size)
         else:
             orders.append(
-                jax.vmap(lambda one, size=size: jax.random.permutation(one, size))(jax.random.split(own, count))
+                jax.vmap(lambda one, size=size: jax.random.permutation(one, size))(
+                    jax.random.split(own, count)
+                )
             )
     return orders
 

@@ -32,7 +32,14 @@ FUNCTIONAL = ("disagreement", "jensen_shannon")
 LARGEST_BIAS = 2
 """Bias in standard errors above which `pairwise` warns."""
 
-SPECTRAL = ("cca", "svcca", "pwcca", "angular_similarity", "angular_distance", "partial_whitening_distance")
+SPECTRAL = (
+    "cca",
+    "svcca",
+    "pwcca",
+    "angular_similarity",
+    "angular_distance",
+    "partial_whitening_distance",
+)
 """Measures with half of this limit: sums of singular values keep more bias than the first order removes."""
 
 
@@ -43,16 +50,16 @@ class Similarities(Result):
 
     Attributes:
         values: The measure of all samples.
-        estimate: `values` less the first-order bias by the jackknife, within the measure's range; `values` for
-            measures that do not converge as samples grow.
+        estimate: `values` less the first-order bias by the jackknife, within the measure's range;
+            `values` for measures that do not converge as samples grow.
         baseline: Mean with one set's samples in other orders.
         standard_error: Standard error over samples, by the jackknife.
         low: Lower ends of the intervals about `estimate`.
         high: Upper ends of the intervals about `estimate`.
-        p_values: Probability of such a similarity by chance, not corrected for the number of pairs; NaN for items with
-            themselves.
-        disagreement: Fraction of samples to which the two networks assign different classes; None without outputs, or
-            with one number as output.
+        p_values: Probability of such a similarity by chance, not corrected for the number of pairs;
+            NaN for items with themselves.
+        disagreement: Fraction of samples to which the two networks assign different classes; None
+            without outputs, or with one number as output.
         jensen_shannon: Divergence of predicted distributions, in nats.
         output_similarity: The measure of the two networks' outputs.
         items: Layer and member of each row.
@@ -94,7 +101,8 @@ class Similarities(Result):
     def bars(self) -> tuple[Array, Array]:
         """Return `estimate`, [pairs], and its distances to `low` and `high`, [2, pairs], for `errorbar`.
 
-        Tables are flattened row by row. `values` have no bars because they may lie outside of the interval.
+        Tables are flattened row by row. `values` have no bars because they may lie outside of the
+        interval.
 
         Raises:
             ValueError: If there are no intervals.
@@ -160,46 +168,58 @@ def pairwise(
 ) -> Similarities:
     """Return one measure of all pairs of representations of the same samples.
 
-    Programs are compiled once for shapes, measure and options. Large problems are split into pieces.
+    Programs are compiled once for shapes, measure and options. Large problems are split into
+    pieces.
 
     Args:
-        representations: Arrays by layer's name, one array, or a list of arrays. Arrays are [n, p], [members, n, p] or,
-            for one feature, [n] or [members, n], with more axes in place of p if samples have positions. Rows are the
-            same samples in the same order.
-        measure: A name in `MEASURES`, a `Measure`, or a function of two arrays [n, p] and [n, q], of JAX's operations,
-            for which larger values count as more similar and intervals lie about the value (see `custom_measure`).
-        others: A second set like the first, whose pairs with the first are compared, as by `compare(x, y, measure)`.
-        baseline: If True, compute chance values, exactly if they are known, else over random orders.
-        p_values: If True, test each pair against chance; default for one pair. Tests use moments for linear and RBF
-            CKA of 20 to 4096 samples of which a million orders differ, else random orders with p-values from 1 / (1 +
-            num_orders), or all orders if they are fewer, see `permutation_test`.
-        num_orders: Random orders; default 5 for a baseline and 199 for tests. Corrections for many pairs need more.
+        representations: Arrays by layer's name, one array, or a list of arrays. Arrays are [n, p],
+            [members, n, p] or, for one feature, [n] or [members, n], with more axes in place of p
+            if samples have positions. Rows are the same samples in the same order.
+        measure: A name in `MEASURES`, a `Measure`, or a function of two arrays [n, p] and [n, q],
+            of JAX's operations, for which larger values count as more similar and intervals lie
+            about the value (see `custom_measure`).
+        others: A second set like the first, whose pairs with the first are compared, as by
+            `compare(x, y, measure)`.
+        baseline: If True, compute chance values, exactly if they are known, else over random
+            orders.
+        p_values: If True, test each pair against chance; default for one pair. Tests use moments
+            for linear and RBF CKA of 20 to 4096 samples of which a million orders differ, else
+            random orders with p-values from 1 / (1 + num_orders), or all orders if they are fewer,
+            see `permutation_test`.
+        num_orders: Random orders; default 5 for a baseline and 199 for tests. Corrections for many
+            pairs need more.
         key: Random key of the orders, by default a fixed one.
-        num_blocks: Blocks of samples for `jackknife_interval`, None for no intervals; default 20 for one pair, if
-            there are as many samples, else None.
-        blocks: "shuffled" for blocks by a fixed permutation, or "contiguous" for time series, whose baselines and
-            tests shift one of the two.
-        groups: Label of each sample's group, integers or text, if samples depend on each other, as copies of a stimulus
-            or trials of a subject; or the name of the column, index level or coordinate of the frames that holds it.
-            Folds and blocks hold whole groups, orders exchange groups of equal size, and measures of pairs of samples
-            (debiased and RBF CKA, RSA, neighbours, distance correlation) leave out pairs within a group, or count them
-            as a sample with itself.
+        num_blocks: Blocks of samples for `jackknife_interval`, None for no intervals; default 20
+            for one pair, if there are as many samples, else None.
+        blocks: "shuffled" for blocks by a fixed permutation, or "contiguous" for time series, whose
+            baselines and tests shift one of the two.
+        groups: Label of each sample's group, integers or text, if samples depend on each other, as
+            copies of a stimulus or trials of a subject; or the name of the column, index level or
+            coordinate of the frames that holds it. Folds and blocks hold whole groups, orders
+            exchange groups of equal size, and measures of pairs of samples (debiased and RBF CKA,
+            RSA, neighbours, distance correlation) leave out pairs within a group, or count them as
+            a sample with itself.
         level: Coverage of the intervals.
-        positions: "samples" or "neurons", the meaning of a sample's positions (pixels, tokens or steps). As samples,
-            positions of a sample stay together, and all layers must have the same positions.
-        channels: With `positions="samples"`, "last" for channels of [n, h, w, c], or "first" for [n, c, h, w].
-        members: If True, arrays are [members, samples, ...], else [samples, ...]. Default False for [n] and [n, p];
-            required for more axes, except of `models.representations`.
-        outputs: Layer of the networks' outputs, which are compared too, except for None or without "logits".
+        positions: "samples" or "neurons", the meaning of a sample's positions (pixels, tokens or
+            steps). As samples, positions of a sample stay together, and all layers must have the
+            same positions.
+        channels: With `positions="samples"`, "last" for channels of [n, h, w, c], or "first" for
+            [n, c, h, w].
+        members: If True, arrays are [members, samples, ...], else [samples, ...]. Default False for
+            [n] and [n, p]; required for more axes, except of `models.representations`.
+        outputs: Layer of the networks' outputs, which are compared too, except for None or without
+            "logits".
         memory_budget: Bytes for prepared representations, by default half of the free memory.
         progress: See `dissociation.training`.
         options: Options of the measure.
 
     Returns:
-        The values, with rows and columns labelled by layer and member. Undefined values are NaN, with a warning.
+        The values, with rows and columns labelled by layer and member. Undefined values are NaN,
+        with a warning.
 
     Raises:
-        ValueError: If numbers of samples differ, entries are not finite, or an option is out of range.
+        ValueError: If numbers of samples differ, entries are not finite, or an option is out of
+            range.
         TypeError: If representations are of another type.
     """
     check_level(level)
@@ -243,7 +263,9 @@ def pairwise(
         orders, are_all = inference.orders_of(sets, key, count, moved, blocks=blocks)
         steps.append(("orders", orders))
     steps += [("blocks", rows) for rows in kept]
-    (values, *expected), *found = tables(known, form, first, second, steps, budget=memory_budget, progress=progress)
+    (values, *expected), *found = tables(
+        known, form, first, second, steps, budget=memory_budget, progress=progress
+    )
     if too_few:
         found[0] = np.full_like(found[0], np.nan)
     chance: Any = None
@@ -251,14 +273,22 @@ def pairwise(
         chance = np.mean([*found[0], values] if are_all else found[0], 0)
     elif baseline:
         chance = np.where(np.isnan(values), np.nan, expected[0])
-    p_value = _p_values(known, form, sets, values, found[0] if drawn[0] else None, log_numbers) if p_values else None
+    p_value = (
+        _p_values(known, form, sets, values, found[0] if drawn[0] else None, log_numbers)
+        if p_values
+        else None
+    )
     error = low = high = estimate = None
     if kept:
         leave_outs = np.concatenate(found[any(drawn) :])
         quantile = inference.students_quantile(level, len(leave_outs))
         with np.errstate(all="ignore"):
-            fractions = np.concatenate([np.full(len(rows), 1 - rows.shape[1] / number) for rows in kept])
-            interval = inference.interval(values, leave_outs, quantile, known.range, known.population, np, fractions)
+            fractions = np.concatenate(
+                [np.full(len(rows), 1 - rows.shape[1] / number) for rows in kept]
+            )
+            interval = inference.interval(
+                values, leave_outs, quantile, known.range, known.population, np, fractions
+            )
         error, low, high, _, estimate = interval
         if known.population:
             _warn_biased(known, values, interval)
@@ -270,7 +300,9 @@ def pairwise(
     results = jax.tree.map(to_device, results)
     results.insert(6, p_value)  # on the host, in float64
     labels = {"items": tuple(first.labels), "others": tuple(second.labels)}
-    return Similarities(*results, **labels, measure=known.name, num_samples=number, counts_once=symmetric)
+    return Similarities(
+        *results, **labels, measure=known.name, num_samples=number, counts_once=symmetric
+    )
 
 
 @validated
@@ -282,8 +314,8 @@ def compare(
 ) -> Similarities:
     """Return `pairwise` across two sets of representations, or of one pair.
 
-    One pair has an interval of coverage 0.9 and a p-value by default. For tables pass `num_blocks=20` and
-    `p_values=True`.
+    One pair has an interval of coverage 0.9 and a p-value by default. For tables pass
+    `num_blocks=20` and `p_values=True`.
 
     Args:
         x: Representations as in `pairwise`, or one array [n, p] or [n].
@@ -319,7 +351,9 @@ def _p_values(
     if draws is not None:
         p_value = inference.placed(measure, values, draws, 0.95).p_value
     if not few.all():
-        p_value = np.where(few, p_value, inference.moment_p_values(values, form.gram, sets, log_numbers))
+        p_value = np.where(
+            few, p_value, inference.moment_p_values(values, form.gram, sets, log_numbers)
+        )
     if len(sets) == 1:
         np.fill_diagonal(p_value, np.nan)
     return p_value
@@ -334,9 +368,13 @@ def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:
     # Networks without an output cannot be compared by function.
     if max(members) >= len(at):
         return None
-    array, places = next(found for found in zip(one.arrays, one.places, strict=True) if at[0] in found[1])
+    array, places = next(
+        found for found in zip(one.arrays, one.places, strict=True) if at[0] in found[1]
+    )
     own = array[np.asarray([places.index(place) for place in at])]
-    return Items([one.labels[place] for place in at], [own], [list(range(len(at)))]), [at[i] for i in members]
+    return Items([one.labels[place] for place in at], [own], [list(range(len(at)))]), [
+        at[i] for i in members
+    ]
 
 
 def _of_outputs(
@@ -353,7 +391,10 @@ def _of_outputs(
         return [None, None, of_measure]
     members = np.ix_(*([member for _, member in one.labels] for one in (first, second)))
     known = [MEASURES[name] for name in FUNCTIONAL]
-    found = [tables(one, one.with_options(), own[0], other[0], budget=budget)[0][0][members] for one in known]
+    found = [
+        tables(one, one.with_options(), own[0], other[0], budget=budget)[0][0][members]
+        for one in known
+    ]
     return [*found, of_measure]
 
 
@@ -373,8 +414,13 @@ def _warn_undefined(measure: Measure, values: np.ndarray, first: Items, second: 
             gone[one.shown(place)] = one.is_constant(place)
     if gone:
         # One of a pair is enough for the pair to be undefined.
-        names = ", ".join(name for name, is_constant in gone.items() if is_constant or not any(gone.values()))
-        warn(f"{measure.name} is not defined for {names}, whose values are NaN: are all samples the same there?")
+        names = ", ".join(
+            name for name, is_constant in gone.items() if is_constant or not any(gone.values())
+        )
+        warn(
+            f"{measure.name} is not defined for {names}, whose values are NaN: are all samples "
+            "the same there?"
+        )
 
 
 def _warn_biased(measure: Measure, values: np.ndarray, interval: inference.Interval) -> None:
@@ -383,13 +429,16 @@ def _warn_biased(measure: Measure, values: np.ndarray, interval: inference.Inter
     leaning = np.abs(interval.bias) > limit * interval.standard_error + 1e-5
     if leaning.any():
         warn(
-            f"{leaning.sum()} of {leaning.size} `values` of {measure.name} have a bias larger than {limit:g} standard "
-            "errors: read `estimate`, from which it is removed to first order. What remains may exceed the "
+            f"{leaning.sum()} of {leaning.size} `values` of {measure.name} have a bias larger "
+            f"than {limit:g} standard "
+            "errors: read `estimate`, from which it is removed to first order. What remains may "
+            "exceed the "
             "interval. Use more samples for so many features, or a debiased measure."
         )
     clipped = np.isin(estimate, measure.range) & (np.abs(values - estimate) > 1e-5)
     if clipped.any():
         warn(
-            f"{clipped.sum()} of {clipped.size} estimates of {measure.name} left the range {measure.range[0]:.4g} to "
+            f"{clipped.sum()} of {clipped.size} estimates of {measure.name} left the range "
+            f"{measure.range[0]:.4g} to "
             f"{measure.range[1]:.4g} without their bias, and are set to its end."
         )

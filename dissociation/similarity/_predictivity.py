@@ -41,7 +41,8 @@ def _in_folds(x: Array, fold_of: Array | None, num_folds: int | None) -> list[_F
     parts = []
     for fold in range(num_folds):
         kept = fold_of != fold
-        # Both parts have the mean of the fitted part, because the fit has no access to held-out samples.
+        # Both parts have the mean of the fitted part, because the fit has no access to held-out
+        # samples.
         centred = centre(x, kept)
         rows = kept[:, None]
         parts.append(_Fold(kept, jnp.where(rows, centred, 0.0), jnp.where(rows, 0.0, centred)))
@@ -81,7 +82,9 @@ def _score(a: Maps, b: Maps, num_folds: int | None) -> Array:
 
 
 @validated
-def predictivity_form(*, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled") -> Form:
+def predictivity_form(
+    *, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled"
+) -> Form:
     check_non_negative("alpha", alpha)
     check_choice("folds", folds, FOLDS)
     count = None if num_folds is None else check_count("num_folds", num_folds, minimum=2)
@@ -91,35 +94,43 @@ def predictivity_form(*, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: 
     labels = None
     if count is not None:
         labels = partial(splits.fold_numbers, num_folds=count, contiguous=folds == "contiguous")
-    return Form(prepare, score, minimum=count or 2, narrow=count is None, cut=cut, sides="x", labels=labels)
+    return Form(
+        prepare, score, minimum=count or 2, narrow=count is None, cut=cut, sides="x", labels=labels
+    )
 
 
 @validated(finite=("x", "y"))
 def linear_predictivity(
-    x: Features, y: OtherFeatures, *, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled"
+    x: Features,
+    y: OtherFeatures,
+    *,
+    alpha: Scalar = 0.0,
+    num_folds: int | None = 5,
+    folds: str = "shuffled",
 ) -> Score:
     """Return R^2 of a linear map from x to y on held-out samples, 1 - sum |y - prediction|^2 / sum |y - mean y|^2.
 
-    The map minimises |Yc - Xc W|^2 + alpha |W|^2 on the other folds, with an intercept; at `alpha` 0 it has the least
-    norm.
+    The map minimises |Yc - Xc W|^2 + alpha |W|^2 on the other folds, with an intercept; at `alpha`
+    0 it has the least norm.
 
     Args:
         x: Source features, [n, p].
         y: Target features, [n, q].
         alpha: Non-negative ridge penalty, in squared units of x summed over samples.
-        num_folds: Folds. None fits and evaluates on all samples, which gives 1 if features are as many as samples.
+        num_folds: Folds. None fits and evaluates on all samples, which gives 1 if features are as
+            many as samples.
         folds: "shuffled" or "contiguous".
 
     Returns:
         R^2 up to 1, negative if the prediction is worse than y's mean. It is not symmetric.
 
     Raises:
-        ValueError: If the numbers of samples differ, an option is out of range, `y` is constant, or `num_folds` is
-            None and `x` has as many features as samples.
+        ValueError: If the numbers of samples differ, an option is out of range, `y` is constant, or
+            `num_folds` is None and `x` has as many features as samples.
 
     References:
-        Yamins et al. (2014), Performance-optimized hierarchical models predict neural responses in higher visual
-        cortex; Hoerl and Kennard (1970), Ridge regression.
+        Yamins et al. (2014), Performance-optimized hierarchical models predict neural responses in
+        higher visual cortex; Hoerl and Kennard (1970), Ridge regression.
     """
     return base.evaluate(predictivity_form(alpha=alpha, num_folds=num_folds, folds=folds), x, y)
 
@@ -169,7 +180,9 @@ def _path(x: Array, y: Array, alphas: Array, fold_of: Array | None, num_folds: i
         # In singular vectors a ridge penalty only shrinks, so one decomposition serves all alphas.
         latent, ahead = product(left.T, known), product(held_out, right.T)
 
-        def missed(alpha: Array, values: Array = values, fold: tuple[Array, ...] = (ahead, latent, truth)) -> Array:
+        def missed(
+            alpha: Array, values: Array = values, fold: tuple[Array, ...] = (ahead, latent, truth)
+        ) -> Array:
             ahead, latent, truth = fold
             return jnp.sum((truth - product(ahead / (values + alpha / values)[None], latent)) ** 2)
 
@@ -178,5 +191,7 @@ def _path(x: Array, y: Array, alphas: Array, fold_of: Array | None, num_folds: i
     # Without a penalty, columns are scaled to one size.
     plain = predictivity_form(num_folds=num_folds)._replace(labels=None)
     zero = jnp.zeros((), x.dtype)
-    unpenalised = jax.lax.cond(jnp.any(alphas == 0), lambda: base.compared(plain, x, y, fold_of), lambda: zero)
+    unpenalised = jax.lax.cond(
+        jnp.any(alphas == 0), lambda: base.compared(plain, x, y, fold_of), lambda: zero
+    )
     return jnp.where(alphas == 0, unpenalised, penalised)

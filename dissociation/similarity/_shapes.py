@@ -17,8 +17,8 @@ from dissociation.similarity._base import Features, Form, OtherFeatures, Score
 
 def residual(a: Array, b: Array) -> Array:
     """Return the least |a - b Q|^2 over rotations Q, with the narrower matrix padded by zeros."""
-    # |a|^2 + |b|^2 - 2 nuc(a^T b) would lose half of the digits of a small distance. The rotation counts as a
-    # constant, so first derivatives are exact and second ones are not.
+    # |a|^2 + |b|^2 - 2 nuc(a^T b) would lose half of the digits of a small distance. The rotation
+    # counts as a constant, so first derivatives are exact and second ones are not.
     wide, turned = base.aligned(a, b)
     return jnp.sum((wide - turned) ** 2)
 
@@ -58,7 +58,9 @@ def _partly(values: Array, parameter: Array) -> Array:
 
 PROCRUSTES = Form(_centred, _distance)
 
-ANGULAR_SIMILARITY = Form(_unit_centred, lambda a, b: jnp.minimum(nuclear_norm(product(a.T, b)), 1.0))
+ANGULAR_SIMILARITY = Form(
+    _unit_centred, lambda a, b: jnp.minimum(nuclear_norm(product(a.T, b)), 1.0)
+)
 
 ANGULAR_DISTANCE = Form(_unit_centred, _angle)
 
@@ -89,8 +91,9 @@ def procrustes_distance(x: Features, y: OtherFeatures) -> Score:
         ValueError: If the numbers of samples differ, or there is only one.
 
     References:
-        Williams, Kunz, Kornblith and Linderman (2021), Generalized shape metrics on neural representations, eq. 3.
-        Ding, Denain and Steinhardt (2021), Grounding representation similarity with statistical testing.
+        Williams, Kunz, Kornblith and Linderman (2021), Generalized shape metrics on neural
+        representations, eq. 3. Ding, Denain and Steinhardt (2021), Grounding representation
+        similarity with statistical testing.
     """
     return base.evaluate(PROCRUSTES, x, y)
 
@@ -99,9 +102,9 @@ def procrustes_distance(x: Features, y: OtherFeatures) -> Score:
 def angular_similarity(x: Features, y: OtherFeatures) -> Score:
     """Return the cosine between shapes (normalised Bures similarity), nuc(Xc^T Yc) / (|Xc| |Yc|).
 
-    In 200 draws of features with four common causes (`benchmarks/coverage.py`), nominal 90 % intervals of `compare`
-    held the truth in 80 % for 200 samples of 10 features, and in 78 % for 1000 samples of 20, with a warning in all of
-    the latter.
+    In 200 draws of features with four common causes (`benchmarks/coverage.py`), nominal 90 %
+    intervals of `compare` held the truth in 80 % for 200 samples of 10 features, and in 78 % for
+    1000 samples of 20, with a warning in all of the latter.
 
     Args:
         x: Features, [n, p].
@@ -111,8 +114,9 @@ def angular_similarity(x: Features, y: OtherFeatures) -> Score:
         Similarity from 0 to 1.
 
     References:
-        Williams et al. (2021), eq. 4; Tang, Maddox, Dickens, Diethe and Damianou (2020), Similarity of neural networks
-        with gradients; Harvey, Larsen and Williams (2024), Duality of Bures and shape distances.
+        Williams et al. (2021), eq. 4; Tang, Maddox, Dickens, Diethe and Damianou (2020), Similarity
+        of neural networks with gradients; Harvey, Larsen and Williams (2024), Duality of Bures and
+        shape distances.
     """
     return base.evaluate(ANGULAR_SIMILARITY, x, y)
 
@@ -138,11 +142,12 @@ def angular_distance(x: Features, y: OtherFeatures) -> Score:
 def partial_whitening_distance(x: Features, y: OtherFeatures, *, a: Scalar = 0.5) -> Score:
     """Return the angle between partly whitened shapes Z = Xc (a I + (1 - a) |Xc| / sqrt(p) (Xc^T Xc)^(-1/2)).
 
-    At a = 1 it is `angular_distance`. At a = 0 it is invariant under invertible linear maps, without directions that
-    have no variance.
+    At a = 1 it is `angular_distance`. At a = 0 it is invariant under invertible linear maps,
+    without directions that have no variance.
 
-    Its bias exceeds the first order. In 200 draws of 200 samples of 10 features with four common causes
-    (`benchmarks/coverage.py`), nominal 90 % intervals of `compare` held the truth in 45 %, with a warning in all.
+    Its bias exceeds the first order. In 200 draws of 200 samples of 10 features with four common
+    causes (`benchmarks/coverage.py`), nominal 90 % intervals of `compare` held the truth in 45 %,
+    with a warning in all.
 
     Args:
         x: Features, [n, p].
@@ -165,8 +170,11 @@ def _shrunk(values: Array, parameter: Array) -> Array:
 def basis(x: Array) -> tuple[Array, Array]:
     """Return the polar factor of centred features and its rank, NaN for rank 0."""
     x, _ = base.centred(x)
-    # A covariance would square the condition number. A scale per neuron has no effect, so columns get one size first.
-    return _ranked(singular_map(_shrunk, x / base.column_sizes(x), jnp.zeros((), x.dtype), rank_cut(x)))
+    # A covariance would square the condition number. A scale per neuron has no effect, so columns
+    # get one size first.
+    return _ranked(
+        singular_map(_shrunk, x / base.column_sizes(x), jnp.zeros((), x.dtype), rank_cut(x))
+    )
 
 
 def _ranked(q: Array) -> tuple[Array, Array]:
@@ -176,11 +184,15 @@ def _ranked(q: Array) -> tuple[Array, Array]:
 
 def _leading(values: Array, variance: Array) -> Array:
     squares = values**2
-    return jnp.where((jnp.cumsum(squares) - squares) < variance * jnp.sum(squares), 1.0, 0.0).astype(values.dtype)
+    return jnp.where(
+        (jnp.cumsum(squares) - squares) < variance * jnp.sum(squares), 1.0, 0.0
+    ).astype(values.dtype)
 
 
 def _leading_basis(x: Array, variance: Array) -> tuple[Array, Array]:
-    return _ranked(singular_map(_leading, base.centred(x)[0], variance.astype(x.dtype), rank_cut(x)))
+    return _ranked(
+        singular_map(_leading, base.centred(x)[0], variance.astype(x.dtype), rank_cut(x))
+    )
 
 
 def _mean_correlation(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
@@ -204,21 +216,29 @@ def _weighted(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> A
 def _regularised(x: Array, lam: Array) -> Array:
     x, _ = base.centred(x)
     evened = x / jnp.where(lam > 0, 1.0, base.column_sizes(x))
-    return base.narrowed(singular_map(_shrunk, evened, lam.astype(x.dtype) * jnp.sum(x**2), rank_cut(x)))
+    return base.narrowed(
+        singular_map(_shrunk, evened, lam.astype(x.dtype) * jnp.sum(x**2), rank_cut(x))
+    )
 
 
 def _gulp_distance(a: Array, b: Array) -> Array:
-    # |A A^T - B B^T|^2 for B in any rotation; with D = A - B and S = A + B nothing cancels where they are close.
+    # |A A^T - B B^T|^2 for B in any rotation; with D = A - B and S = A + B nothing cancels where
+    # they are close.
     wide, turned = base.aligned(a, b)
     apart, sums = wide - turned, wide + turned
     crossed = product(sums.T, apart)
-    return root(0.5 * (jnp.sum(product(apart.T, apart) * product(sums.T, sums)) + jnp.sum(crossed * crossed.T)))
+    return root(
+        0.5
+        * (jnp.sum(product(apart.T, apart) * product(sums.T, sums)) + jnp.sum(crossed * crossed.T))
+    )
 
 
 CCA = Form(basis, _mean_correlation, minimum=3, narrow=True, cut="scaled")
 
 CCA_SQUARED = CCA._replace(
-    compare=lambda a, b: jnp.minimum(jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0),
+    compare=lambda a, b: jnp.minimum(
+        jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0
+    ),
     expected=lambda a, b: a[1] * b[1] / ((a[0].shape[-2] - 1) * jnp.minimum(a[1], b[1])),
 )
 
@@ -230,7 +250,9 @@ def svcca_form(*, variance: Scalar = 0.99) -> Form:
     if not is_traced(variance) and not 0 < float(variance) <= 1:
         fail("variance", "be above 0 and at most 1", variance)
     cut = "plain" if not is_traced(variance) and float(variance) == 1 else ""
-    return Form(eqx.Partial(_leading_basis, variance=to_device(variance, float)), _mean_correlation, cut=cut)
+    return Form(
+        eqx.Partial(_leading_basis, variance=to_device(variance, float)), _mean_correlation, cut=cut
+    )
 
 
 @validated
@@ -245,8 +267,9 @@ def gulp_form(*, lam: Scalar = 1e-2) -> Form:
 def cca(x: Features, y: OtherFeatures) -> Score:
     """Return the mean canonical correlation, sum_i rho_i / min(rank of Xc, rank of Yc).
 
-    Its bias exceeds the first order. In 200 draws of 200 samples of 10 features with four common causes
-    (`benchmarks/coverage.py`), nominal 90 % intervals of `compare` held the truth in 39 %, with a warning in all.
+    Its bias exceeds the first order. In 200 draws of 200 samples of 10 features with four common
+    causes (`benchmarks/coverage.py`), nominal 90 % intervals of `compare` held the truth in 39 %,
+    with a warning in all.
 
     Args:
         x: Features, [n, p], p < n - 1.
@@ -256,7 +279,8 @@ def cca(x: Features, y: OtherFeatures) -> Score:
         Correlation from 0 to 1. With p + q > n - 1 subspaces meet by dimension alone.
 
     References:
-        Hotelling (1936), Relations between two sets of variates; Raghu, Gilmer, Yosinski and Sohl-Dickstein (2017).
+        Hotelling (1936), Relations between two sets of variates; Raghu, Gilmer, Yosinski and
+        Sohl-Dickstein (2017).
     """
     return base.evaluate(CCA, x, y)
 
@@ -282,9 +306,10 @@ def cca_squared(x: Features, y: OtherFeatures) -> Score:
 def svcca(x: Features, y: OtherFeatures, *, variance: Scalar = 0.99) -> Score:
     """Return the mean canonical correlation of the fewest leading principal components that hold `variance`.
 
-    The value jumps if a component passes the cut, and the derivative is at a fixed number of components. The value is
-    near 1 for any data if components are nearly as many as samples. Its bias exceeds the first order: in the draws of
-    `cca`, intervals held the truth in 28 %, with a warning in 88 %.
+    The value jumps if a component passes the cut, and the derivative is at a fixed number of
+    components. The value is near 1 for any data if components are nearly as many as samples. Its
+    bias exceeds the first order: in the draws of `cca`, intervals held the truth in 28 %, with a
+    warning in 88 %.
 
     Args:
         x: Features, [n, p].
@@ -304,20 +329,21 @@ def svcca(x: Features, y: OtherFeatures, *, variance: Scalar = 0.99) -> Score:
 def pwcca(x: Features, y: OtherFeatures) -> Score:
     """Return projection-weighted CCA, sum_i w_i rho_i with w_i proportional to sum_j |<h_i, x_j>|.
 
-    h_i are canonical variates of x of norm 1, and x_j its centred neurons. It is not symmetric, depends on the axes of
-    x, and has a derivative if correlations differ. Its bias exceeds the first order: in the draws of `cca`, intervals
-    held the truth in 47 %, with a warning in 75 %.
+    h_i are canonical variates of x of norm 1, and x_j its centred neurons. It is not symmetric,
+    depends on the axes of x, and has a derivative if correlations differ. Its bias exceeds the
+    first order: in the draws of `cca`, intervals held the truth in 47 %, with a warning in 75 %.
 
     Args:
         x: Features that give the weights, [n, p], p < n - 1.
         y: Features, [n, q], q < n - 1.
 
     Returns:
-        Correlation from 0 to 1. If correlations repeat, as for p + q > n - 1, weights depend on rounding.
+        Correlation from 0 to 1. If correlations repeat, as for p + q > n - 1, weights depend on
+        rounding.
 
     References:
-        Morcos, Raghu and Bengio (2018), Insights on representational similarity in neural networks with canonical
-        correlation, section 2.2.
+        Morcos, Raghu and Bengio (2018), Insights on representational similarity in neural networks
+        with canonical correlation, section 2.2.
     """
     return base.evaluate(PWCCA, x, y)
 
@@ -333,14 +359,14 @@ def gulp_distance(x: Features, y: OtherFeatures, *, lam: Scalar = 1e-2) -> Score
     Args:
         x: Features, [n, p].
         y: Features, [n, q].
-        lam: Non-negative lambda, in units of the total variance. At 0, which takes p, q < n - 1, d^2 = p + q - 2 sum
-            rho^2.
+        lam: Non-negative lambda, in units of the total variance. At 0, which takes p, q < n - 1,
+            d^2 = p + q - 2 sum rho^2.
 
     Returns:
         Distance from 0 to sqrt(p + q).
 
     References:
-        Boix-Adsera, Lawrence, Stepaniants and Rigollet (2022), GULP: a prediction-based metric between
-        representations.
+        Boix-Adsera, Lawrence, Stepaniants and Rigollet (2022), GULP: a prediction-based metric
+        between representations.
     """
     return base.evaluate(gulp_form(lam=lam), x, y)

@@ -14,7 +14,12 @@ from dissociation._core.conversion import as_array, as_numbers, describe, to_dev
 from dissociation._core.linalg import centre, product
 from dissociation._core.results import Result
 from dissociation._core.validation import validated
-from dissociation.similarity._base import apart_from_rounding, check_size, in_common_dtype, real_numbers
+from dissociation.similarity._base import (
+    apart_from_rounding,
+    check_size,
+    in_common_dtype,
+    real_numbers,
+)
 from dissociation.similarity._measures import MEASURES
 
 Tables = tuple[Array, Any]
@@ -26,8 +31,8 @@ class JointMoments(Result):
 
     Attributes:
         mean: Mean of all features, [P].
-        sums: sum z z^T of z = (1, x, |x_1|^2, ..., |x_R|^2), for all features x and each representation's x_r,
-            [1 + P + R, 1 + P + R].
+        sums: sum z z^T of z = (1, x, |x_1|^2, ..., |x_R|^2), for all features x and each
+            representation's x_r, [1 + P + R, 1 + P + R].
         widths: Number of features of each representation.
     """
 
@@ -67,7 +72,8 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
         batches: Sequences of one array [n, p] per representation. Each new n is compiled for.
 
     Returns:
-        The moments of all samples, computed about the means of the first batch, so that large means cost no digits.
+        The moments of all samples, computed about the means of the first batch, so that large means
+        cost no digits.
 
     Raises:
         ValueError: If there is no batch, or batches differ in their representations.
@@ -82,12 +88,17 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
         for (name, _), array in zip(named, arrays, strict=True):
             check_finite(name, as_numbers(name, array, frozenset({"float"})))
         # Moments about a point near the means lose no digits to a large offset.
-        points = points or [np.mean(np.asarray(part, np.float64), 0, keepdims=True) for part in arrays]
+        points = points or [
+            np.mean(np.asarray(part, np.float64), 0, keepdims=True) for part in arrays
+        ]
         shapes = [part.shape for part in arrays]
         if not shapes or shapes != [(shapes[0][0], point.size) for point in points]:
             wanted = "hold arrays [n, p], [n, q], ... of one n, and of the same widths throughout"
             fail("batches", wanted, shapes)
-        arrays = [real_numbers("batches", part - at, "numbers") for part, at in zip(arrays, points, strict=True)]
+        arrays = [
+            real_numbers("batches", part - at, "numbers")
+            for part, at in zip(arrays, points, strict=True)
+        ]
         own = _moments(tuple(in_common_dtype(*arrays)))
         total = own if total is None else _merged(total, own)
     if total is None:
@@ -121,7 +132,9 @@ def _moved(sums: Array, by: Array, widths: tuple[int, ...]) -> Array:
     for _ in range(2):  # rows, then columns
         one, x, lengths = jnp.split(sums, [1, 1 + len(by)])
         along = 2 * by[:, None] * x + (by**2)[:, None] * one
-        sums = jnp.concatenate([one, x + by[:, None] * one, lengths + _per_representation(along, widths)]).T
+        sums = jnp.concatenate(
+            [one, x + by[:, None] * one, lengths + _per_representation(along, widths)]
+        ).T
     return sums
 
 
@@ -157,16 +170,21 @@ def _debiased_cka(m: JointMoments) -> Tables:
 
 
 # These depend on samples through sums of x_i y_j, x_i |y|^2 and |x|^2 |y|^2 about the means only.
-STREAMED: dict[str, Callable[[JointMoments], Tables]] = {"linear_cka": _linear_cka, "debiased_cka": _debiased_cka}
+STREAMED: dict[str, Callable[[JointMoments], Tables]] = {
+    "linear_cka": _linear_cka,
+    "debiased_cka": _debiased_cka,
+}
 """Measures that follow from joint moments."""
 
 
 @validated
-def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka") -> Float[Array, "r r"]:
+def similarity_from_moments(
+    moments: JointMoments, measure: str = "debiased_cka"
+) -> Float[Array, "r r"]:
     """Return a measure of all pairs of representations, from their joint moments.
 
-    Values equal those of the samples up to rounding. In float32, debiased CKA loses digits to a sample hundreds of
-    times longer than others.
+    Values equal those of the samples up to rounding. In float32, debiased CKA loses digits to a
+    sample hundreds of times longer than others.
 
     Args:
         moments: Moments from `stream_moments`.
@@ -181,23 +199,34 @@ def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka"
     check_choice("measure", measure, STREAMED)
     if not is_traced(moments.sums):
         diagonal = np.diagonal(np.asarray(moments.sums))
-        check_size(MEASURES[measure].with_options(), "moments", int(diagonal[0]), max(moments.widths))
+        check_size(
+            MEASURES[measure].with_options(), "moments", int(diagonal[0]), max(moments.widths)
+        )
         starts = np.cumsum((0, *moments.widths[:-1]))
         _check_scale(np.add.reduceat(diagonal[1 : 1 + len(moments.mean)], starts) / diagonal[0])
     found = _from_moments(moments, measure)[0]
     if not is_traced(found) and np.isnan(np.diagonal(found)).any():
         places = ", ".join(str(place) for place in np.flatnonzero(np.isnan(np.diagonal(found))))
-        warn(f"{measure} is not defined for representation {places}, counted from 0: its values are NaN.")
+        warn(
+            f"{measure} is not defined for representation {places}, counted from 0: its values "
+            "are NaN."
+        )
     return found
 
 
 def _check_scale(squares: np.ndarray) -> None:
     """Raise if squares of a representation's mean square overflow or underflow."""
     limits = np.finfo(squares.dtype)
-    low, high = float(limits.tiny / limits.eps) ** 0.5, float(limits.max) ** 0.5 * float(limits.eps) ** 0.5
+    low, high = (
+        float(limits.tiny / limits.eps) ** 0.5,
+        float(limits.max) ** 0.5 * float(limits.eps) ** 0.5,
+    )
     for square in squares.astype(np.float64):
         if not (square == 0 or low < square < high):
-            wanted = f"have representations of mean squares from {low:.0e} to {high:.0e}, whose squares it holds"
+            wanted = (
+                f"have representations of mean squares from {low:.0e} to {high:.0e}, whose "
+                "squares it holds"
+            )
             fail("moments", wanted, f"{square:.2g}", "Scale the features")
 
 
@@ -207,7 +236,9 @@ def _from_moments(moments: JointMoments, measure: str) -> Tables:
 
 
 @validated
-def baseline_from_moments(moments: JointMoments, measure: str = "debiased_cka") -> Float[Array, "r r"]:
+def baseline_from_moments(
+    moments: JointMoments, measure: str = "debiased_cka"
+) -> Float[Array, "r r"]:
     """Return the exact mean of a measure of each pair over all orders of one representation's samples, [R, R].
 
     These are the values by chance, for independent representations.

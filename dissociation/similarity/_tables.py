@@ -41,8 +41,8 @@ Stacks = tuple[Array, ...]
 Step = tuple[str, Any]
 """A task and its choices of samples, [choices, m].
 
-"all" compares all samples and has no choices. "blocks" compares the chosen samples of both sets. "orders" compares the
-first set with the chosen samples of the second.
+"all" compares all samples and has no choices. "blocks" compares the chosen samples of both sets.
+"orders" compares the first set with the chosen samples of the second.
 """
 
 
@@ -67,9 +67,9 @@ def _tables(
 ) -> Array:
     """Return the measure of all pairs for each choice of samples, [choices, items, others].
 
-    Labels stay with samples if others are left out, and with places if samples change their order. `second` is None for
-    the pairs of one set. For the task "all", return the measure and, if the form has `expected`, its mean over all
-    orders, [1 or 2, items, others].
+    Labels stay with samples if others are left out, and with places if samples change their order.
+    `second` is None for the pairs of one set. For the task "all", return the measure and, if the
+    form has `expected`, its mean over all orders, [1 or 2, items, others].
     """
     ready = _prepared(form, first, labels, None) if task == "orders" else None
 
@@ -80,11 +80,15 @@ def _tables(
         if second is None:
             a = _prepared(form, first, of_rows, rows)
             return a, a
-        if [stack.shape[1:] for stack in first] == [stack.shape[1:] for stack in second]:  # compiled once for both
+        if [stack.shape[1:] for stack in first] == [
+            stack.shape[1:] for stack in second
+        ]:  # compiled once for both
             stacks = tuple(jnp.concatenate(pair) for pair in zip(first, second, strict=True))
             both = _prepared(form, stacks, of_rows, rows)
             counts = [len(stack) for stack in first]
-            return _parts(both, [slice(count) for count in counts]), _parts(both, [slice(n, None) for n in counts])
+            return _parts(both, [slice(count) for count in counts]), _parts(
+                both, [slice(n, None) for n in counts]
+            )
         return _prepared(form, first, of_rows, rows), _prepared(form, second, of_rows, rows)
 
     if choices is not None:
@@ -99,7 +103,10 @@ def _tables(
 
 def _parts(trees: list[Any], parts: list[slice]) -> list[Any]:
     """Return a part of the leaves of each tree."""
-    return [jax.tree.map(lambda leaf, part=part: leaf[part], tree) for tree, part in zip(trees, parts, strict=True)]
+    return [
+        jax.tree.map(lambda leaf, part=part: leaf[part], tree)
+        for tree, part in zip(trees, parts, strict=True)
+    ]
 
 
 def _prepared(form: Form, stacks: Stacks, labels: Array | None, rows: Array | None) -> list[Any]:
@@ -108,9 +115,19 @@ def _prepared(form: Form, stacks: Stacks, labels: Array | None, rows: Array | No
     for stack in stacks:
         own = stack if rows is None else stack[:, rows]
         # Preparation takes some six times the memory of its result.
-        batch = int(np.clip(BATCH_BYTES // (6 * (_prepared_bytes(form, own, labels) + _bytes(own[0]))), 1, len(own)))
+        batch = int(
+            np.clip(
+                BATCH_BYTES // (6 * (_prepared_bytes(form, own, labels) + _bytes(own[0]))),
+                1,
+                len(own),
+            )
+        )
         # A batch of one would be computed by the slower products of batches.
-        found.append(lax.map(lambda x: form.prepared(x, labels), own, batch_size=None if batch == 1 else batch))
+        found.append(
+            lax.map(
+                lambda x: form.prepared(x, labels), own, batch_size=None if batch == 1 else batch
+            )
+        )
     return found
 
 
@@ -119,7 +136,9 @@ def _table(form: Form, first: list[Any], second: list[Any], symmetric: bool) -> 
     for i, a in enumerate(first):
         mirrored = [blocks[j][i].T for j in range(i)] if symmetric else []
         rest = enumerate(second[len(mirrored) :], len(mirrored))
-        blocks.append(mirrored + [_block(form, a, b, symmetric=symmetric and i == j) for j, b in rest])
+        blocks.append(
+            mirrored + [_block(form, a, b, symmetric=symmetric and i == j) for j, b in rest]
+        )
     return jnp.block(blocks)
 
 
@@ -130,7 +149,9 @@ def _block(form: Form, a: Any, b: Any, *, symmetric: bool) -> Array:
     size, others = (jax.tree.leaves(one)[0].shape[0] for one in (a, b))
     # A comparison takes some four times the memory of one prepared representation.
     width = TILE_BYTES * size // (4 * _bytes(a))
-    width = int(np.clip(width, 1, -(-others // 5) if symmetric else others))  # a symmetric row starts anywhere
+    width = int(
+        np.clip(width, 1, -(-others // 5) if symmetric else others)
+    )  # a symmetric row starts anywhere
     kind = jax.eval_shape(form.compare, _item(a, 0), _item(b, 0)).dtype
 
     def row(i: Array | int, out: Array) -> Array:
@@ -168,7 +189,9 @@ def _products(a: Array, b: Array) -> Array:
     return total + product(a[:, parts * PART :], b[:, parts * PART :].T)
 
 
-def _pieces(form: Form, one: Items, labels: Array | None, budget: float) -> list[tuple[Stacks, list[int]]]:
+def _pieces(
+    form: Form, one: Items, labels: Array | None, budget: float
+) -> list[tuple[Stacks, list[int]]]:
     """Return stacks and their label indices, in as many pieces as memory requires."""
     sizes = [_prepared_bytes(form, array, labels) for array in one.arrays]
     if np.dot(sizes, [len(array) for array in one.arrays]) <= budget:
@@ -176,7 +199,9 @@ def _pieces(form: Form, one: Items, labels: Array | None, budget: float) -> list
     pieces = []
     for size, array, places in zip(sizes, one.arrays, one.places, strict=True):
         step = max(1, int(budget // size))
-        pieces += [((array[i : i + step],), places[i : i + step]) for i in range(0, len(array), step)]
+        pieces += [
+            ((array[i : i + step],), places[i : i + step]) for i in range(0, len(array), step)
+        ]
     return pieces
 
 
@@ -198,7 +223,9 @@ def tables(
     arrays = first.arrays + ([] if within else second.arrays)
     widths, items = [array.shape[2] for array in arrays], sum(array.shape[0] for array in arrays)
     labels = form.labels_of(arrays[0].shape[1])
-    form = of_sizes(form, arrays[0].shape[1], max(widths), min(widths), items=items, pairs=shape[0] * shape[1])
+    form = of_sizes(
+        form, arrays[0].shape[1], max(widths), min(widths), items=items, pairs=shape[0] * shape[1]
+    )
     if budget is None:
         budget = free_memory(arrays)
     else:
@@ -218,7 +245,9 @@ def tables(
             (one, own), (other, others) = rows[i], columns[j]
             same = within and i == j
             second_stacks = None if same else other
-            part = np.asarray(_tables(form, one, second_stacks, labels, choices, task, symmetric and same))
+            part = np.asarray(
+                _tables(form, one, second_stacks, labels, choices, task, symmetric and same)
+            )
             found = np.zeros((len(part), *shape), part.dtype) if found is None else found
             found[(slice(None), *np.ix_(own, others))] = part
             if symmetric and not same:
@@ -234,7 +263,9 @@ def tables(
                 meter.advance(done + start, task)
                 # The last choice fills the last chunk, so that one program computes all chunks.
                 chunk = np.minimum(np.arange(start, start + size), count - 1)
-                parts.append(table(task, None if choices is None else to_device(np.asarray(choices)[chunk])))
+                parts.append(
+                    table(task, None if choices is None else to_device(np.asarray(choices)[chunk]))
+                )
             done += count
             found.append(np.concatenate(parts)[: None if choices is None else count])
         meter.advance(done, "done")

@@ -1,8 +1,9 @@
 """Train stacked members: a pure step, samplers, a compiled loop, and a loop on the host around it.
 
-A member is one seed or one setting of a sweep. `make_step` returns one optimiser step of one network; a sampler chooses
-the batches. `train` is a whole training as a pure function. `fit` trains many members in compiled chunks, between which
-the host shows progress, records, writes checkpoints and can stop.
+A member is one seed or one setting of a sweep. `make_step` returns one optimiser step of one
+network; a sampler chooses the batches. `train` is a whole training as a pure function. `fit` trains
+many members in compiled chunks, between which the host shows progress, records, writes checkpoints
+and can stop.
 """
 
 from typing import TYPE_CHECKING

@@ -35,30 +35,35 @@ def bmap(
 ) -> Callable[..., Any]:
     """Vectorise `fun` as `equinox.filter_vmap` does, in batches of `batch_size` along the mapped axis.
 
-    Values, structure and dtypes equal those of `equinox.filter_vmap`. Unmapped arguments reach `fun` unchanged: a
-    Python number may set a shape. Every call traces `fun`, so put repeated calls inside `equinox.filter_jit`. Outside
-    it, equal programs compile the loop over batches once. On a CPU after `dissociation.use_all_cores`, single members
-    (`batch_size=1`) without a convolution are then mapped in parallel, with the same results up to rounding.
+    Values, structure and dtypes equal those of `equinox.filter_vmap`. Unmapped arguments reach
+    `fun` unchanged: a Python number may set a shape. Every call traces `fun`, so put repeated calls
+    inside `equinox.filter_jit`. Outside it, equal programs compile the loop over batches once. On a
+    CPU after `dissociation.use_all_cores`, single members (`batch_size=1`) without a convolution
+    are then mapped in parallel, with the same results up to rounding.
 
-    On a CPU, XLA runs convolutions several times slower in a compiled loop. With a convolution, a call on concrete
-    arrays therefore loops in Python, which costs no memory. Inside `jit`, an unrolled program is as fast but keeps
-    intermediate results of all batches; a compiled loop warns there.
+    On a CPU, XLA runs convolutions several times slower in a compiled loop. With a convolution, a
+    call on concrete arrays therefore loops in Python, which costs no memory. Inside `jit`, an
+    unrolled program is as fast but keeps intermediate results of all batches; a compiled loop warns
+    there.
 
     Args:
         fun: Function of positional arguments. None returns a decorator.
-        in_axes: Mapped axis of each array, None if unmapped, or a function from leaf to axis. A prefix of the tuple of
-            arguments, or a dict by name, in which missing names mean `if_array(0)`.
-        out_axes: Mapped axis of the results, as a prefix of the results. Leaves at None are returned once and must not
-            depend on a mapped argument.
-        axis_name: Name of the mapped axis for collectives, which cannot cross batches: needs a single batch.
+        in_axes: Mapped axis of each array, None if unmapped, or a function from leaf to axis. A
+            prefix of the tuple of arguments, or a dict by name, in which missing names mean
+            `if_array(0)`.
+        out_axes: Mapped axis of the results, as a prefix of the results. Leaves at None are
+            returned once and must not depend on a mapped argument.
+        axis_name: Name of the mapped axis for collectives, which cannot cross batches: needs a
+            single batch.
         axis_size: Number of members; needed only if no argument is mapped.
-        batch_size: Members per batch, at least 1; the last batch may be smaller. None: one batch, by
-            `equinox.filter_vmap`. 1: members sequentially, without batching. "auto": the largest batch that fits
-            `memory_budget`. "auto" compiles ahead of time to measure, so it needs concrete arguments outside `jit`,
-            `grad` and `vmap`; it logs the choice at level INFO.
-        memory_budget: For "auto": bytes for temporaries and results, beyond the arguments, as the compiler counts them;
-            on a CPU it omits the scratch memory of matrix routines. None: nine tenths of the device's free memory; on a
-            CPU, half of the machine's, within the limits of control groups.
+        batch_size: Members per batch, at least 1; the last batch may be smaller. None: one batch,
+            by `equinox.filter_vmap`. 1: members sequentially, without batching. "auto": the largest
+            batch that fits `memory_budget`. "auto" compiles ahead of time to measure, so it needs
+            concrete arguments outside `jit`, `grad` and `vmap`; it logs the choice at level INFO.
+        memory_budget: For "auto": bytes for temporaries and results, beyond the arguments, as the
+            compiler counts them; on a CPU it omits the scratch memory of matrix routines. None:
+            nine tenths of the device's free memory; on a CPU, half of the machine's, within the
+            limits of control groups.
         loop: "scan" (compiled loop), "unroll" (Python loop) or "auto" (as above).
 
     Returns:
@@ -66,15 +71,20 @@ def bmap(
 
     Raises:
         TypeError: If `fun` is not callable or `batch_size` is not an integer.
-        ValueError: If an option is out of range; when called, if sizes differ, nothing is mapped, an axis does not
-            exist, or collectives would have to cross batches.
+        ValueError: If an option is out of range; when called, if sizes differ, nothing is mapped,
+            an axis does not exist, or collectives would have to cross batches.
         RuntimeError: When called, if keyword arguments are given.
 
     Example:
         >>> bmap(lambda x, power: x**power, in_axes=(0, None), batch_size=2)(jnp.arange(5.0), 2)
         Array([ 0.,  1.,  4.,  9., 16.], dtype=float32)
     """
-    options: dict[str, Any] = {"in_axes": in_axes, "out_axes": out_axes, "axis_name": axis_name, "axis_size": axis_size}
+    options: dict[str, Any] = {
+        "in_axes": in_axes,
+        "out_axes": out_axes,
+        "axis_name": axis_name,
+        "axis_size": axis_size,
+    }
     options |= {"batch_size": batch_size, "memory_budget": memory_budget, "loop": loop}
     if fun is None:
         return partial(bmap, **options)
@@ -86,7 +96,9 @@ def bmap(
     if memory_budget is not None:
         checks.check_count("memory_budget", memory_budget, minimum=1, maximum=None)
         if batch_size != "auto":
-            checks.fail("memory_budget", "come with batch_size='auto'", f"batch_size={batch_size!r}")
+            checks.fail(
+                "memory_budget", "come with batch_size='auto'", f"batch_size={batch_size!r}"
+            )
     checks.check_choice("loop", loop, LOOPS)
     return eqx.module_update_wrapper(_Batched(fun, **options))
 
@@ -113,7 +125,10 @@ class _Batched(eqx.Module):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if kwargs:
             names = ", ".join(f"`{name}`" for name in kwargs)
-            raise RuntimeError(f"{names} must be passed by position, got keyword arguments. bmap does not map them.")
+            raise RuntimeError(
+                f"{names} must be passed by position, got keyword arguments. bmap does not map "
+                "them."
+            )
         in_axes = _in_axes_by_position(self.fun, self.in_axes, args)
         axes = _axis_of_each_leaf("in_axes", in_axes, args)
         size = _common_size(self.fun, args, axes, self.axis_size)
@@ -123,9 +138,15 @@ class _Batched(eqx.Module):
             return self._in_largest_batches(args, axes, size)
         # A single member needs no batching either, unless collectives need the mapped axis.
         sequential = self.batch_size == 1 and self.axis_name is None
-        if self.batch_size is None or self.batch_size > size or (self.batch_size == size and not sequential):
+        if (
+            self.batch_size is None
+            or self.batch_size > size
+            or (self.batch_size == size and not sequential)
+        ):
             options = {"axis_name": self.axis_name, "axis_size": self.axis_size}
-            return eqx.filter_vmap(self.fun, in_axes=in_axes, out_axes=self.out_axes, **options)(*args)
+            return eqx.filter_vmap(self.fun, in_axes=in_axes, out_axes=self.out_axes, **options)(
+                *args
+            )
         if self.axis_name is not None:
             wanted = f"be at least the {size} members while `axis_name` is given"
             checks.fail("batch_size", wanted, self.batch_size, "Collectives cannot cross batches")
@@ -136,7 +157,12 @@ class _Batched(eqx.Module):
         out = self.fun(*args)
         if any(axis is not None for axis in _axis_of_each_leaf("out_axes", self.out_axes, out)):
             advice = "Map one, give `axis_size`, or set `out_axes` to None"
-            checks.fail("in_axes", "map at least one argument if results are stacked", "nothing to map", advice)
+            checks.fail(
+                "in_axes",
+                "map at least one argument if results are stacked",
+                "nothing to map",
+                advice,
+            )
         return out
 
     def _in_largest_batches(self, args: tuple[Any, ...], axes: list[int | None], size: int) -> Any:
@@ -164,7 +190,8 @@ class _Batched(eqx.Module):
         mapped = [jnp.moveaxis(jnp.asarray(leaf), axis, 0)
                   for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]  # fmt: skip
         rows = jnp.arange(size), mapped  # with `axis_size` alone there are no mapped arrays
-        # Shapes from `eval_shape` keep weak types; example arrays of the same dtype would lose them.
+        # Shapes from `eval_shape` keep weak types; example arrays of the same dtype would lose
+        # them.
         example = jax.eval_shape(lambda arrays: jax.tree.map(lambda leaf: leaf[0], arrays), rows)
         one = eqx.filter_closure_convert(member, example)
         _, common, out_axes, out_structure = eqx.filter_eval_shape(one, example)
@@ -175,15 +202,20 @@ class _Batched(eqx.Module):
         if self._unrolls(operations, known, size):
             starts = range(0, size, self.batch_size)
             parts = [
-                _batch(own_of, jax.tree.map(lambda leaf, i=i: leaf[i : i + self.batch_size], rows)) for i in starts
+                _batch(own_of, jax.tree.map(lambda leaf, i=i: leaf[i : i + self.batch_size], rows))
+                for i in starts
             ]
             gathered = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
         elif known and not program.weak:
-            threads = number_of_threads(size, operations, (program, rows)) if self.batch_size == 1 else 1
+            threads = (
+                number_of_threads(size, operations, (program, rows)) if self.batch_size == 1 else 1
+            )
             gathered = map_shards(_looped_over, (program, self.batch_size), rows, size, threads)
         else:
             gathered = _loop_over((own_of, self.batch_size), rows)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in common):  # raises if one depends on a mapped argument
+        if any(
+            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in common
+        ):  # raises if one depends on a mapped argument
             first = jax.tree.map(lambda leaf: leaf[:1], rows)
             common = eqx.filter_vmap(lambda row: one(row)[1], out_axes=None)(first)
         leaves = [
@@ -199,8 +231,10 @@ class _Batched(eqx.Module):
             return False
         if not known and size > 1:
             message = (
-                "bmap loops over batches with a convolution inside a compiled program on a CPU, where XLA is slow. "
-                "loop='unroll' is faster and takes more memory; loop='scan' keeps the loop without this warning."
+                "bmap loops over batches with a convolution inside a compiled program on a CPU, "
+                "where XLA is slow. "
+                "loop='unroll' is faster and takes more memory; loop='scan' keeps the loop "
+                "without this warning."
             )
             checks.warn(message, UserWarning)
         return known
@@ -215,7 +249,9 @@ def _filled(leaves: list[Any], axes: list[int | None], mapped: list[Any]) -> lis
 def _loop_over(how: tuple[Callable[..., Any], int], rows: Any) -> Any:
     one, batch_size = how
     # Without batching rules, products and convolutions of single members keep their fast forms.
-    return jax.lax.map(one, rows) if batch_size == 1 else jax.lax.map(one, rows, batch_size=batch_size)
+    return (
+        jax.lax.map(one, rows) if batch_size == 1 else jax.lax.map(one, rows, batch_size=batch_size)
+    )
 
 
 _looped_over = eqx.filter_jit(_loop_over)  # equal programs compile once
@@ -223,7 +259,9 @@ _looped_over = eqx.filter_jit(_loop_over)  # equal programs compile once
 
 def _batch(own_of: Callable[..., Any], rows: Any) -> list[Any]:
     if len(rows[0]) == 1:
-        return jax.tree.map(lambda leaf: leaf[None], own_of(jax.tree.map(lambda leaf: leaf[0], rows)))
+        return jax.tree.map(
+            lambda leaf: leaf[None], own_of(jax.tree.map(lambda leaf: leaf[0], rows))
+        )
     return jax.vmap(own_of)(rows)
 
 
@@ -234,7 +272,11 @@ def _in_axes_by_position(fun: Callable[..., Any], in_axes: PyTree, args: tuple[A
     names = list(inspect.signature(fun).parameters)[: len(args)]
     unknown = [name for name in in_axes if name not in names]
     if unknown:
-        checks.fail("in_axes", f"name arguments that are passed ({', '.join(names)})", ", ".join(map(repr, unknown)))
+        checks.fail(
+            "in_axes",
+            f"name arguments that are passed ({', '.join(names)})",
+            ", ".join(map(repr, unknown)),
+        )
     return tuple(in_axes.get(name, EVERY_ARRAY) for name in names)
 
 
@@ -244,7 +286,9 @@ def _axis_of_each_leaf(name: str, prefix: PyTree, tree: Any) -> list[int | None]
 
     def resolve(axis: Any, subtree: Any) -> None:
         if not (axis is None or isinstance(axis, int) or callable(axis)):
-            checks.fail(name, "consist of None, integers and functions from leaf to axis", repr(axis))
+            checks.fail(
+                name, "consist of None, integers and functions from leaf to axis", repr(axis)
+            )
         of_leaf: Any = axis if callable(axis) else lambda _: axis
         axes.extend(of_leaf(leaf) for leaf in jax.tree.leaves(subtree))
 
@@ -254,7 +298,9 @@ def _axis_of_each_leaf(name: str, prefix: PyTree, tree: Any) -> list[int | None]
         if str(error).startswith(f"`{name}`"):
             raise
         what = "arguments" if name == "in_axes" else "results"
-        raise ValueError(f"`{name}` must be a prefix of the tree of {what}, got another structure: {error}") from error
+        raise ValueError(
+            f"`{name}` must be a prefix of the tree of {what}, got another structure: {error}"
+        ) from error
     return axes
 
 
@@ -278,7 +324,9 @@ def _common_size(
     first, size = next(iter(sizes.items()))
     for name, other in sizes.items():
         if other != size:
-            checks.fail(name, f"have as many members along its mapped axis as `{first}` ({size})", other)
+            checks.fail(
+                name, f"have as many members along its mapped axis as `{first}` ({size})", other
+            )
     return size
 
 
@@ -289,5 +337,9 @@ def _name_of(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    by_name = index < len(parameters) and parameters[index].kind is not inspect.Parameter.VAR_POSITIONAL
-    return (parameters[index].name if by_name else f"args[{index}]") + jax.tree_util.keystr(path[1:])
+    by_name = (
+        index < len(parameters) and parameters[index].kind is not inspect.Parameter.VAR_POSITIONAL
+    )
+    return (parameters[index].name if by_name else f"args[{index}]") + jax.tree_util.keystr(
+        path[1:]
+    )

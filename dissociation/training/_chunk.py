@@ -13,7 +13,13 @@ from jaxtyping import Array
 from dissociation._core import checks
 from dissociation._core.conversion import describe, number_kind
 from dissociation.training._machine import free_memory, largest, program_bytes
-from dissociation.training._members import DATA_AXIS, MEMBER_AXIS, count, map_members, member_devices
+from dissociation.training._members import (
+    DATA_AXIS,
+    MEMBER_AXIS,
+    count,
+    map_members,
+    member_devices,
+)
 from dissociation.training._samplers import Sampler
 from dissociation.training._state import State, Step
 from dissociation.training._traced import Traced, trace
@@ -30,7 +36,11 @@ def shapes(tree: Any, first: int) -> Any:
 @eqx.filter_jit
 def drawn(sampler: Sampler, keys: Array, block: Any) -> Any:
     """Return the plan of a block, one for all members or one per key."""
-    return sampler.plan(keys, block) if sampler.shared else jax.vmap(sampler.plan, (0, None))(keys, block)
+    return (
+        sampler.plan(keys, block)
+        if sampler.shared
+        else jax.vmap(sampler.plan, (0, None))(keys, block)
+    )
 
 
 def trace_step(step: Step, sampler: Sampler, example: Any, size: int | None, mesh: Any) -> Traced:
@@ -50,7 +60,9 @@ def trace_step(step: Step, sampler: Sampler, example: Any, size: int | None, mes
 
     inside: Any = nullcontext()
     if mesh is not None:  # as inside `map_members`, where the axis of members is manual
-        inside = jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types({MEMBER_AXIS: AxisType.Manual}))
+        inside = jax.sharding.use_abstract_mesh(
+            mesh.abstract_mesh.update_axis_types({MEMBER_AXIS: AxisType.Manual})
+        )
     with inside:
         return trace(function, *example)
 
@@ -59,7 +71,9 @@ def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
     """Trace (state, step, key) -> JAX arrays of `observe` for one member; its state is the result of `observable`."""
     if not callable(observe):
         checks.fail_kind("save", "have a function as `observe`", repr(observe))
-    advice = "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"
+    advice = (
+        "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"
+    )
     words = ("model", *([] if state.aux is None else ["aux"]), "step", "key")
     checks.check_call("observe", observe, words, advice)
 
@@ -85,25 +99,34 @@ def _as_numbers(part: Any) -> Array:
 
 def observable(state: State) -> State:
     """Return the state as losses and observations get it, without the optimiser's part."""
-    return eqx.tree_at(lambda s: (s.opt_state, s.hyperparams), state, (None, None), is_leaf=lambda leaf: leaf is None)
+    return eqx.tree_at(
+        lambda s: (s.opt_state, s.hyperparams),
+        state,
+        (None, None),
+        is_leaf=lambda leaf: leaf is None,
+    )
 
 
 @eqx.filter_jit(donate="all-except-first")
 def run_chunk(inputs: Any, state: State) -> Any:
     """Return the new state and `Info`s of several steps of every member, of one step if unrolled.
 
-    `inputs`: `Partition.how`, traced step, loss keys, trained members (None: all), sources of batches per member and
-    common, and `[first step, place in the block, steps]`. The state is donated.
+    `inputs`: `Partition.how`, traced step, loss keys, trained members (None: all), sources of
+    batches per member and common, and `[first step, place in the block, steps]`. The state is
+    donated.
     """
     how, traced, keys, active, mapped, common, place = inputs
     unrolls, infos = how["member_map"] == "unroll", traced.out[1]
     rows = 1 if unrolls else MAX_CHUNK
 
     def one(shared: Any, stacked: Any) -> Any:
-        # `steps` is traced: chunk lengths follow wall time, and a loop of constant length 1 rounds differently.
+        # `steps` is traced: chunk lengths follow wall time, and a loop of constant length 1 rounds
+        # differently.
         traced, common, (start, within, steps) = shared
         state, mapped, key, goes_on = stacked
-        source = [mine if theirs is None else theirs for mine, theirs in zip(mapped, common, strict=True)]
+        source = [
+            mine if theirs is None else theirs for mine, theirs in zip(mapped, common, strict=True)
+        ]
 
         def step(i: Array | int, state: State) -> Any:
             return traced(state, *source, within + i, jax.random.fold_in(key, start + i))
@@ -111,7 +134,9 @@ def run_chunk(inputs: Any, state: State) -> Any:
         def body(i: Array | int, carry: Any) -> Any:
             state, buffers = carry
             state, info = step(i, state)
-            return state, jax.tree.map(lambda buffer, leaf: buffer.at[i].set(leaf.astype(buffer.dtype)), buffers, info)
+            return state, jax.tree.map(
+                lambda buffer, leaf: buffer.at[i].set(leaf.astype(buffer.dtype)), buffers, info
+            )
 
         def run(state: State) -> Any:
             if unrolls:
@@ -136,7 +161,9 @@ def run_chunk(inputs: Any, state: State) -> Any:
         i, rest = each
         member = eqx.combine(jax.tree.map(lambda leaf: leaf[i], own), static)
         after, infos = one(shared, (member, *eqx.combine(rest, rest_static)))
-        return jax.tree.map(lambda leaf, new: leaf.at[i].set(new), own, eqx.filter(after, eqx.is_array)), infos
+        return jax.tree.map(
+            lambda leaf, new: leaf.at[i].set(new), own, eqx.filter(after, eqx.is_array)
+        ), infos
 
     own, infos = jax.lax.scan(of_member, own, (jnp.arange(count(state)), rest))
     return eqx.combine(own, static), infos
@@ -148,7 +175,9 @@ def largest_batch(inputs: Any, state: State) -> int:
 
     def bytes_of(size: int) -> int:
         jitted: Any = run_chunk
-        return program_bytes(jitted.lower((how | {"members_per_batch": size}, *others), state).compile().compiled)
+        return program_bytes(
+            jitted.lower((how | {"members_per_batch": size}, *others), state).compile().compiled
+        )
 
     free = free_memory(jax.tree.leaves(eqx.filter(state, eqx.is_array)))
     return largest(bytes_of, count(state) // member_devices(how["mesh"]), free)
@@ -158,7 +187,9 @@ def missing(shape: tuple[int, ...], dtype: Any) -> Array:
     """Return the fill value for missing entries: NaN, the smallest integer, or False."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.full(shape, jnp.nan, dtype)
-    return jnp.full(shape, jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False, dtype)
+    return jnp.full(
+        shape, jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False, dtype
+    )
 
 
 @eqx.filter_jit

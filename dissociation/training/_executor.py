@@ -1,7 +1,8 @@
 """Groups of a sweep trained ahead by the workers of an executor, which `submit(function, *arguments)` reaches.
 
-Functions and arrays are written once to the sweep's folder. A task is the path of this file, its digest and the number
-of a group; what it trains is in the group's checkpoint, where the caller finds it finished.
+Functions and arrays are written once to the sweep's folder. A task is the path of this file, its
+digest and the number of a group; what it trains is in the group's checkpoint, where the caller
+finds it finished.
 """
 
 import hashlib
@@ -31,7 +32,12 @@ TASKS = "tasks.pickle"
 """File with the functions and arrays of a sweep."""
 PACKAGES = ("jax", "jaxlib", "equinox", "optax", "numpy", "dissociation")
 """Packages whose versions are the same in a worker."""
-SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
+SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
 """Settings of JAX that a worker takes from the caller."""
 
 _one_group = threading.Lock()
@@ -52,7 +58,10 @@ def submitting(executor: Any, folder: Path, contents: tuple[Any, ...]) -> Iterat
         wanted = 'be used with the extra "executor": pip install "dissociation[executor]"'
         checks.fail("executor", wanted, f"no {error.name}")
     path = folder / TASKS
-    header = {"machine": _machine(), "settings": {name: jax.config.values[name] for name in SETTINGS}}
+    header = {
+        "machine": _machine(),
+        "settings": {name: jax.config.values[name] for name in SETTINGS},
+    }
     written = json.dumps(header).encode() + b"\n" + cloudpickle.dumps(contents)
     files.write_bytes(path, written)
     try:
@@ -155,7 +164,9 @@ def run_task(path: str, digest: str, index: int | None) -> tuple[Any, str | None
             steps, checkpoint = (group_file(folder, index, kind) for kind in ("steps", "ckpt"))
             while True:
                 try:
-                    sweep.fit(members, how, checkpoint, _StepsFile(steps), same_program=same_program)
+                    sweep.fit(
+                        members, how, checkpoint, _StepsFile(steps), same_program=same_program
+                    )
                     return None, None
                 except BlockingIOError:  # a task of an earlier call trains this group
                     time.sleep(1)
@@ -183,7 +194,9 @@ def _read(path: Path, digest: str) -> Any:
 def _check_equal(wanted: dict[str, Any], found: dict[str, Any]) -> None:
     for name, value in wanted.items():
         if found[name] != value:
-            raise RuntimeError(f"A worker must have {name} {value}, as the caller of fit_grid, got {found[name]}.")
+            raise RuntimeError(
+                f"A worker must have {name} {value}, as the caller of fit_grid, got {found[name]}."
+            )
 
 
 class _StepsFile(Callback):

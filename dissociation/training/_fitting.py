@@ -61,21 +61,31 @@ class FitResult(NamedTuple):
 
     def to_xarray(self, over: Over = None) -> "xarray.Dataset":
         """Return the history, see `History.to_xarray`, and `diverged_at` [members]."""
-        attrs = {"num_steps": self.num_steps, "member_map": self.member_map, "seconds": self.seconds}
+        attrs = {
+            "num_steps": self.num_steps,
+            "member_map": self.member_map,
+            "seconds": self.seconds,
+        }
         return dataset_of_fit(self.history, self.diverged_at, over).assign_attrs(attrs)
 
     to_dataframe, save = Labelled.to_dataframe, Labelled.save
 
     def __repr__(self) -> str:
-        members = f"{self.diverged_at.size} of {type(self.models).__name__}, {np.sum(self.diverged_at >= 0)} diverged"
+        members = (
+            f"{self.diverged_at.size} of {type(self.models).__name__}, "
+            f"{np.sum(self.diverged_at >= 0)} diverged"
+        )
         return (
-            f"FitResult({members}, {self.num_steps} steps by {self.member_map}, {self.seconds:.3g} s, {self.history})"
+            f"FitResult({members}, {self.num_steps} steps by {self.member_map}, "
+            f"{self.seconds:.3g} s, {self.history})"
         )
 
 
 def dataset_of_fit(history: History, diverged_at: np.ndarray, over: Over) -> "xarray.Dataset":
     """Return a history, see `History.to_xarray`, and `diverged_at` [members]."""
-    return history.to_xarray(over).merge(dataset_of({"diverged_at": diverged_at}, "members" if over is None else over))
+    return history.to_xarray(over).merge(
+        dataset_of({"diverged_at": diverged_at}, "members" if over is None else over)
+    )
 
 
 @validated
@@ -99,58 +109,75 @@ def fit(
 ) -> FitResult:
     """Train stacked members in compiled chunks of steps, driven by the host.
 
-    Every call traces step and observation, and compiles them unless an equal program was compiled before: a new
-    optimiser or loss that computes the same compiles nothing. Arrays that it holds or closes over are arguments of the
-    compiled program, not constants.
+    Every call traces step and observation, and compiles them unless an equal program was compiled
+    before: a new optimiser or loss that computes the same compiles nothing. Arrays that it holds or
+    closes over are arguments of the compiled program, not constants.
 
     Args:
-        models: PyTree, such as an Equinox module, whose array leaves carry members on the leading axis. Half-precision
-            floats are trained, and returned, as float32. Or the `state` of another result, to continue with the same or
-            another step: its optimiser state is kept if it fits this optimiser, else initialised, and its
-            hyperparameters are kept if the optimiser is a function of them.
+        models: PyTree, such as an Equinox module, whose array leaves carry members on the leading
+            axis. Half-precision floats are trained, and returned, as float32. Or the `state` of
+            another result, to continue with the same or another step: its optimiser state is kept
+            if it fits this optimiser, else initialised, and its hyperparameters are kept if the
+            optimiser is a function of them.
         step: Step of `make_step`: loss and optimiser.
         sampler: Batches: `training.Epochs`, `FullBatch`, `Online`, `HostBatches`.
         num_steps: Optimiser steps; give this or `num_epochs`.
         num_epochs: Passes over the data.
-        key: One key (members fold in their index), or one key per member, for samplers that members do not share, or
-            both: for the order of the data and for each member.
-        hyperparams: PyTree of arrays, members first, for an optimiser that is a function of one member's. They are
-            traced: a sweep over them compiles once.
-        aux: PyTree that the loss carries beside the model, members first: an `eqx.nn.State`, multipliers.
+        key: One key (members fold in their index), or one key per member, for samplers that members
+            do not share, or both: for the order of the data and for each member.
+        hyperparams: PyTree of arrays, members first, for an optimiser that is a function of one
+            member's. They are traced: a sweep over them compiles once.
+        aux: PyTree that the loss carries beside the model, members first: an `eqx.nn.State`,
+            multipliers.
         save: Records and their steps.
-        mesh: Mesh of `dissociation.member_mesh`: devices of this process over which members are split, and, along the
-            axis "data" if there is one, the samples of every batch. None: one device and one thread. "auto": one
-            device; with sequential mapping on a CPU, worker threads train shards of the members in parallel, one per
-            device. `dissociation.use_all_cores` makes every core a device.
-        member_map: "vmap" (members batched in one program), "scan" (sequentially inside the program), "unroll"
-            (sequentially, one step per call, no loop in the program) or "auto". On a CPU "auto" is "scan", or "unroll"
-            if a step has a convolution, which XLA runs slowly inside a loop there; elsewhere it is "vmap".
-        members_per_batch: With "vmap", number of members batched at once. None: all. "auto": as many as fit in the free
-            memory, measured by one more compilation.
+        mesh: Mesh of `dissociation.member_mesh`: devices of this process over which members are
+            split, and, along the axis "data" if there is one, the samples of every batch. None: one
+            device and one thread. "auto": one device; with sequential mapping on a CPU, worker
+            threads train shards of the members in parallel, one per device.
+            `dissociation.use_all_cores` makes every core a device.
+        member_map: "vmap" (members batched in one program), "scan" (sequentially inside the
+            program), "unroll" (sequentially, one step per call, no loop in the program) or "auto".
+            On a CPU "auto" is "scan", or "unroll" if a step has a convolution, which XLA runs
+            slowly inside a loop there; elsewhere it is "vmap".
+        members_per_batch: With "vmap", number of members batched at once. None: all. "auto": as
+            many as fit in the free memory, measured by one more compilation.
         callbacks: Functions `callback(step, records)`, or `Callback`s.
-        checkpoint: File, or a link to one, written during the run and at its end, also after an interrupt (Ctrl-C, or
-            SIGTERM, whose handler is called afterwards) or an error of a callback or an iterator. If it exists, the run
-            resumes from it; under the same layout (mapping, devices and shards) the outcome equals the uninterrupted
-            one bit for bit. Data, models, hyperparameters, key, step, sampler and observation must be the same. Layout,
-            callbacks and number of steps may differ: more steps extend a finished run. The values of "auto" arguments
-            are taken from the file; another layout may change bits, which is logged. A run that a callback ended stays
-            ended, unless no callback records any more, or no record is made at that step. One call at a time uses the
-            file.
-        same_program: If True, accept a checkpoint whose program has other operations, as after an update of JAX.
+        checkpoint: File, or a link to one, written during the run and at its end, also after an
+            interrupt (Ctrl-C, or SIGTERM, whose handler is called afterwards) or an error of a
+            callback or an iterator. If it exists, the run resumes from it; under the same layout
+            (mapping, devices and shards) the outcome equals the uninterrupted one bit for bit.
+            Data, models, hyperparameters, key, step, sampler and observation must be the same.
+            Layout, callbacks and number of steps may differ: more steps extend a finished run. The
+            values of "auto" arguments are taken from the file; another layout may change bits,
+            which is logged. A run that a callback ended stays ended, unless no callback records any
+            more, or no record is made at that step. One call at a time uses the file.
+        same_program: If True, accept a checkpoint whose program has other operations, as after an
+            update of JAX.
 
     Raises:
-        ValueError: If arguments contradict each other or the data, a record has a name that no file of results can
-            hold, or the checkpoint is of another run.
+        ValueError: If arguments contradict each other or the data, a record has a name that no file
+            of results can hold, or the checkpoint is of another run.
         BlockingIOError: If another call is writing to the checkpoint.
-        TypeError: If an argument is traced, a count is not a Python integer, data are not arrays of numbers, or the
-            optimiser is not a transformation (without `hyperparams`) or not a function to one (with them).
+        TypeError: If an argument is traced, a count is not a Python integer, data are not arrays of
+            numbers, or the optimiser is not a transformation (without `hyperparams`) or not a
+            function to one (with them).
     """
     began = time.perf_counter()
     given = {"models": models, "sampler": sampler, "hyperparams": hyperparams, "key": key}
-    checks.check_known("`fit` is driven by the host", advice="Inside of a transformation use `train`", **given)
-    given = {"num_steps": num_steps, "num_epochs": num_epochs, "hyperparams": hyperparams, "aux": aux}
+    checks.check_known(
+        "`fit` is driven by the host", advice="Inside of a transformation use `train`", **given
+    )
+    given = {
+        "num_steps": num_steps,
+        "num_epochs": num_epochs,
+        "hyperparams": hyperparams,
+        "aux": aux,
+    }
     state, first, total, keys = prepared(models, step, sampler, key=key, **given)
-    heard = [each if isinstance(each, Callback) else OfFunction(i, each) for i, each in enumerate(callbacks)]
+    heard = [
+        each if isinstance(each, Callback) else OfFunction(i, each)
+        for i, each in enumerate(callbacks)
+    ]
     times = record_steps(save, heard, first, total, sampler.epoch_steps)
     path = None if checkpoint is None else files.followed(checkpoint)
     partition = Partition(len(state.step), member_map, members_per_batch, mesh)
@@ -162,7 +189,12 @@ def fit(
         program, partition = run.program, run.members.partition
         check_names("save", program.observe and program.observe.out, "observed", "observed_at")
         check_names("step", program.info.metrics, "metrics")
-        how = partition.total, partition.member_map, run.members.threads, member_devices(partition.devices)
+        how = (
+            partition.total,
+            partition.member_map,
+            run.members.threads,
+            member_devices(partition.devices),
+        )
         logger.info("%d members by %s, %d threads, %d devices", *how)
         if path is not None:
             file = RunFile(path, identity_of(run, state, sampler, key), same_program)
@@ -171,7 +203,12 @@ def fit(
         del state  # steps donate it
         run.to_the_end(total, times)
     state = jax.tree.map(to_device, partition.joined(run.members.states))
-    ended = run.record.diverged_at, run.step, partition.member_map, time.perf_counter() - run.clock.began
+    ended = (
+        run.record.diverged_at,
+        run.step,
+        partition.member_map,
+        time.perf_counter() - run.clock.began,
+    )
     return FitResult(state.model, run.record.history(), *ended, state)
 
 
@@ -190,7 +227,10 @@ def prepared(
     try:
         count = leading_size("models", models.arrays if isinstance(models, State) else models)
     except checks.WrongValue as error:
-        advice = "Stack them: models = eqx.filter_vmap(init)(jax.random.split(key, 8)), init(key) being one model"
+        advice = (
+            "Stack them: models = eqx.filter_vmap(init)(jax.random.split(key, 8)), "
+            "init(key) being one model"
+        )
         raise checks.WrongValue(f"{error} {advice}.") from None
     own_data = eqx.filter(sampler, eqx.is_array) if sampler.stacked else None
     for name, tree in (("hyperparams", hyperparams), ("aux", aux), ("sampler", own_data)):
@@ -208,7 +248,9 @@ def prepared(
         state = _copied(State(arrays, aux, None, hyperparams, unmoved, Static(static)), begin)
         first = 0
     if (num_steps is None) == (num_epochs is None):
-        checks.fail("num_steps", "be given, or `num_epochs`, but not both", f"{num_steps} and {num_epochs}")
+        checks.fail(
+            "num_steps", "be given, or `num_epochs`, but not both", f"{num_steps} and {num_epochs}"
+        )
     each = 1 if num_epochs is None else sampler.epoch_steps
     name, number = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
     total = first + each * checks.check_count(name, number, maximum=(2**31 - 1) // each)
@@ -221,9 +263,14 @@ def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
         state = state.replace(aux=aux)
     if hyperparams is not None or isinstance(step.optimizer, optax.GradientTransformation):
         state = state.replace(hyperparams=hyperparams)
-    begin = trace(partial(first_opt_state, step.optimizer), *shapes((state.arrays, state.hyperparams), 1))
+    begin = trace(
+        partial(first_opt_state, step.optimizer), *shapes((state.arrays, state.hyperparams), 1)
+    )
     fresh = jax.eval_shape(jax.vmap(begin), state.arrays, state.hyperparams)
-    kinds = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (fresh, state.opt_state)]
+    kinds = [
+        [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+        for tree in (fresh, state.opt_state)
+    ]
     fits = jax.tree.structure(fresh) == jax.tree.structure(state.opt_state) and kinds[0] == kinds[1]
     return _copied(state, None if fits else begin)
 
@@ -254,7 +301,9 @@ def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Array, 
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _member_streams(order: Any, key: Array, num_members: int, shared: bool) -> tuple[Array, Array, Array]:
+def _member_streams(
+    order: Any, key: Array, num_members: int, shared: bool
+) -> tuple[Array, Array, Array]:
     if key.ndim == 0:
         order, root = jax.random.split(key)
         key = jax.vmap(jax.random.fold_in, (None, 0))(root, jnp.arange(num_members))

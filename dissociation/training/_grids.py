@@ -50,8 +50,9 @@ class GridResult(NamedTuple):
         diverged_at: First step whose loss was not finite, or -1: [members].
         plan: Groups, and the memory estimate.
         seconds: Wall time in seconds of every group, with earlier calls for the same folder.
-        models_of: Function from indices in the grid, such as `numpy.arange(len(grid))`, to trained models, stacked; all
-            of one shape. `bmap(measure)(result.models_of(indices))` measures them.
+        models_of: Function from indices in the grid, such as `numpy.arange(len(grid))`, to trained
+            models, stacked; all of one shape. `bmap(measure)(result.models_of(indices))` measures
+            them.
         aux_of: The same for the trained `aux`; None without one.
     """
 
@@ -98,10 +99,11 @@ def fit_grid(
 ) -> GridResult:
     """Train all members of a grid, as many at once as fit in memory, and store each finished group.
 
-    `init` receives the quantities of the grid that it takes by name, such as a width, as Python numbers. A group has
-    members for which these quantities are equal. The quantity "seed" determines a member's key; without it, the index
-    in the grid does. The optimiser is a function of a dictionary of all other quantities. They are traced, so new
-    values compile nothing. The choice of groups changes results by rounding only.
+    `init` receives the quantities of the grid that it takes by name, such as a width, as Python
+    numbers. A group has members for which these quantities are equal. The quantity "seed"
+    determines a member's key; without it, the index in the grid does. The optimiser is a function
+    of a dictionary of all other quantities. They are traced, so new values compile nothing. The
+    choice of groups changes results by rounding only.
 
     Args:
         init: Function from a key, and quantities of the grid by name, to a model.
@@ -111,35 +113,41 @@ def fit_grid(
         key: Key of all randomness.
         num_steps: Optimiser steps; give this or `num_epochs`.
         num_epochs: Passes over the data.
-        aux: PyTree that the loss takes and returns beside the model, such as the `eqx.nn.State` of batch normalisation.
-            It is given as arrays with members first, in the order of the grid, or as a function that returns the PyTree
-            of one member: `lambda key: eqx.nn.make_with_state(Net)(key)[1]`. The function gets the arguments of `init`,
-            with the same key.
+        aux: PyTree that the loss takes and returns beside the model, such as the `eqx.nn.State` of
+            batch normalisation. It is given as arrays with members first, in the order of the grid,
+            or as a function that returns the PyTree of one member: `lambda key:
+            eqx.nn.make_with_state(Net)(key)[1]`. The function gets the arguments of `init`, with
+            the same key.
         save: Records and their steps; the shapes of records must be the same in all groups.
         mesh: Devices of each group, see `fit`.
         member_map: Mapping of the members of a group, see `fit`.
         members_per_batch: Members batched at once, see `fit`.
-        folder: Folder for the checkpoints and trained models of the groups. A second call with the same arguments
-            resumes from the folder, and reads a finished sweep. None: trained models stay in memory.
-        fresh: If True, move the files of an earlier sweep to a subfolder, such as `before-1`, and start from scratch.
-        same_program: If True, accept checkpoints whose programs have other operations, as after an update of JAX.
-        memory_budget: Bytes for the training of a group; compilation needs more. None: nine tenths of the free memory
-            of an accelerator, or half of the free memory of the host.
-        num_groups: Least number of groups, which tasks of an executor train at the same time. None: as many as memory
-            needs, often one.
-        executor: Object whose `submit(function, *arguments)` returns a future with `result()` and `done()`, such as
-            Dask's `client.get_executor(pure=False)`. Its workers, which see `folder`, plan the sweep and train the
-            groups first; a group that they lose is trained here. Functions and arrays of the sweep are in `folder`
-            meanwhile, as a pickle: who can write there can run code on the workers.
-        progress: Progress meter: first of the compilations that estimate memory, then of the steps of all groups, with
-            the memory estimate as its description.
+        folder: Folder for the checkpoints and trained models of the groups. A second call with the
+            same arguments resumes from the folder, and reads a finished sweep. None: trained models
+            stay in memory.
+        fresh: If True, move the files of an earlier sweep to a subfolder, such as `before-1`, and
+            start from scratch.
+        same_program: If True, accept checkpoints whose programs have other operations, as after an
+            update of JAX.
+        memory_budget: Bytes for the training of a group; compilation needs more. None: nine tenths
+            of the free memory of an accelerator, or half of the free memory of the host.
+        num_groups: Least number of groups, which tasks of an executor train at the same time. None:
+            as many as memory needs, often one.
+        executor: Object whose `submit(function, *arguments)` returns a future with `result()` and
+            `done()`, such as Dask's `client.get_executor(pure=False)`. Its workers, which see
+            `folder`, plan the sweep and train the groups first; a group that they lose is trained
+            here. Functions and arrays of the sweep are in `folder` meanwhile, as a pickle: who can
+            write there can run code on the workers.
+        progress: Progress meter: first of the compilations that estimate memory, then of the steps
+            of all groups, with the memory estimate as its description.
 
     Raises:
-        ValueError: If the optimiser does not read a quantity, a single member does not fit in memory, arguments
-            contradict each other, or the folder holds another sweep.
-        RuntimeError: If the training of a group raised an error in a worker, or its packages are not those here.
-        TypeError: If a quantity is text but not an argument of `init`, `init` takes no key, or the optimiser is not a
-            function of the other quantities.
+        ValueError: If the optimiser does not read a quantity, a single member does not fit in
+            memory, arguments contradict each other, or the folder holds another sweep.
+        RuntimeError: If the training of a group raised an error in a worker, or its packages are
+            not those here.
+        TypeError: If a quantity is text but not an argument of `init`, `init` takes no key, or the
+            optimiser is not a function of the other quantities.
 
     Example:
         >>> import equinox as eqx
@@ -164,14 +172,23 @@ def fit_grid(
         checks.check_same_length("grid", len(grid), "aux", leading_size("aux", aux), "members")
     values, taken = grid.values, list(inspect.signature(init).parameters)[1:]
     shapes = tuple(name for name in values if name in taken)
-    shape_of = [tuple((name, values[name][member].item()) for name in shapes) for member in range(len(grid))]
-    hyperparams = jax.device_get(grid.hyperparams(*(name for name in values if name not in (*shapes, "seed"))))
+    shape_of = [
+        tuple((name, values[name][member].item()) for name in shapes) for member in range(len(grid))
+    ]
+    hyperparams = jax.device_get(
+        grid.hyperparams(*(name for name in values if name not in (*shapes, "seed")))
+    )
     _check_names(grid, step.optimizer, hyperparams, taken)
     length = {"num_steps": num_steps, "num_epochs": num_epochs}
     how = {"mesh": mesh, "member_map": member_map, "members_per_batch": members_per_batch}
-    sweep = Sweep(init, step, sampler, grid, keys, order, shape_of, hyperparams, aux, length, save, how)
+    sweep = Sweep(
+        init, step, sampler, grid, keys, order, shape_of, hyperparams, aux, length, save, how
+    )
     identity = {  # `fit` compares the program of each group
-        "grid": {"axes": list(grid.axes), "values": {name: column.tolist() for name, column in values.items()}},
+        "grid": {
+            "axes": list(grid.axes),
+            "values": {name: column.tolist() for name, column in values.items()},
+        },
         "key": checkpoints.fingerprint(key),
         **length,
     }
@@ -182,11 +199,15 @@ def fit_grid(
     if executor is not None and mesh not in (None, "auto"):
         checks.fail_kind("mesh", 'be None or "auto" with `executor`', repr(mesh))
     with interruptible(), opened(folder, identity, fresh) as kept:
-        plan_here = partial(planned, sweep, memory_budget, num_groups, keeps=folder is None, progress=progress)
+        plan_here = partial(
+            planned, sweep, memory_budget, num_groups, keeps=folder is None, progress=progress
+        )
         if executor is None or kept.path is None:
             plan = kept.plan(plan_here, how, num_groups)
         else:
-            with submitting(executor, kept.path, (sweep, memory_budget, num_groups, same_program)) as tasks:
+            with submitting(
+                executor, kept.path, (sweep, memory_budget, num_groups, same_program)
+            ) as tasks:
                 plan = kept.plan(lambda: tasks.plan() or plan_here(), how, num_groups)
                 tasks.train(plan, sweep.num_steps, progress)
         logger.info("%s", plan)
@@ -204,7 +225,10 @@ def _check_names(grid: Grid, optimizer: Any, hyperparams: dict[str, Any], taken:
     """Raise for names of results, and for quantities that the optimiser does not read, or lacks."""
     for name in grid.values:
         if name in RESERVED or "/" in name or name.startswith(("observed_", "metrics_")):
-            wanted = f"have other names than {', '.join(RESERVED)}, no slash, and no prefix observed_ or metrics_"
+            wanted = (
+                f"have other names than {', '.join(RESERVED)}, no slash, and no prefix "
+                "observed_ or metrics_"
+            )
             checks.fail("grid", wanted, repr(name))
 
     def failure(values: dict[str, float]) -> Exception | None:
@@ -216,15 +240,24 @@ def _check_names(grid: Grid, optimizer: Any, hyperparams: dict[str, Any], taken:
 
     first = {name: float(column[0]) for name, column in hyperparams.items()}
     if first and isinstance(lacking := failure(first), KeyError):
-        checks.fail("grid", "hold what the optimiser reads", f"{', '.join(first)}, without {lacking}")
+        checks.fail(
+            "grid", "hold what the optimiser reads", f"{', '.join(first)}, without {lacking}"
+        )
     for name in first if failure(first) is None else ():  # `fit` raises other errors
         if failure({other: value for other, value in first.items() if other != name}) is None:
-            wanted = f"hold nothing but seeds, what `init` takes by name ({', '.join(taken) or 'nothing'})"
+            wanted = (
+                "hold nothing but seeds, what `init` takes by name "
+                f"({', '.join(taken) or 'nothing'})"
+            )
             checks.fail("grid", f"{wanted}, and what the optimiser reads", repr(name))
 
 
 def _run(
-    sweep: Sweep, plan: Plan, kept: SweepFolder, progress: str | MeterFactory | None, same_program: bool
+    sweep: Sweep,
+    plan: Plan,
+    kept: SweepFolder,
+    progress: str | MeterFactory | None,
+    same_program: bool,
 ) -> GridResult:
     parts, how, num_steps = [], kept.how(sweep.how), sweep.num_steps
     with closing(open_meter(progress, num_steps * len(plan.groups), str(plan))) as meter:
@@ -232,35 +265,55 @@ def _run(
             meter.advance(index * num_steps, "compiling")
             steps = _Steps(meter, index * num_steps)
             try:
-                result = sweep.fit(members, how, kept.file(index, "ckpt"), steps, same_program=same_program)
+                result = sweep.fit(
+                    members, how, kept.file(index, "ckpt"), steps, same_program=same_program
+                )
             except checks.WrongValue as error:
                 if kept.path is None or not str(error).startswith("`checkpoint`"):
                     raise
-                raise checks.WrongValue(f"{error} Or pass fresh=True, which sets {kept.path} aside.") from error
+                raise checks.WrongValue(
+                    f"{error} Or pass fresh=True, which sets {kept.path} aside."
+                ) from error
             parts.append((result.history, result.diverged_at, result.seconds))
             kept.finish(index, (result.models, result.state.aux))
             del result
     order = np.argsort(np.concatenate([np.asarray(members) for members in plan.groups]))
     histories, diverged, seconds = zip(*parts, strict=True)
-    recorded = [(each.loss, each.observed, each.metrics, own) for each, own in zip(histories, diverged, strict=True)]
+    recorded = [
+        (each.loss, each.observed, each.metrics, own)
+        for each, own in zip(histories, diverged, strict=True)
+    ]
     loss, observed, metrics, diverged_at = take(concatenate(recorded), order)
     history = histories[0]._replace(loss=loss, observed=observed, metrics=metrics)
     trained = partial(_trained, sweep, plan, kept)
     aux_of = None if sweep.aux is None else lambda members: trained(members)[1]
-    return GridResult(sweep.grid, history, diverged_at, plan, seconds, lambda members: trained(members)[0], aux_of)
+    return GridResult(
+        sweep.grid, history, diverged_at, plan, seconds, lambda members: trained(members)[0], aux_of
+    )
 
 
 def _trained(sweep: Sweep, plan: Plan, kept: SweepFolder, members: Any) -> tuple[PyTree, PyTree]:
     """Return trained models and `aux` of some members, stacked in this order."""
     members = np.atleast_1d(np.asarray(members, int)).tolist()
-    places = {member: (index, row) for index, group in enumerate(plan.groups) for row, member in enumerate(group)}
+    places = {
+        member: (index, row)
+        for index, group in enumerate(plan.groups)
+        for row, member in enumerate(group)
+    }
     for member in members:
         if member not in places:
             checks.fail("members", f"be places in the grid, from 0 to {len(places) - 1}", member)
     shapes = {sweep.shape_of[member] for member in members}
     if len(shapes) != 1:
-        checks.fail("members", "have one shape", f"{len(shapes)} shapes: {', '.join(map(str, sorted(shapes)))}")
-    loaded = {index: kept.trained(index, sweep, plan) for index in {places[member][0] for member in members}}
+        checks.fail(
+            "members",
+            "have one shape",
+            f"{len(shapes)} shapes: {', '.join(map(str, sorted(shapes)))}",
+        )
+    loaded = {
+        index: kept.trained(index, sweep, plan)
+        for index in {places[member][0] for member in members}
+    }
     own = [take(loaded[index], row) for index, row in (places[member] for member in members)]
     return jax.tree.map(lambda leaf: to_device(leaf) if eqx.is_array(leaf) else leaf, stack(own))
 

@@ -1,9 +1,10 @@
 """Handling of Ctrl-C and SIGTERM: saved work, and a sentence in place of a traceback.
 
-In training the first signal is stored, and raised between two chunks: an exception in a handler can be lost, in garbage
-collection for instance, and a chunk holds the only copy of its state. A second Ctrl-C raises at once, and a second
-SIGTERM ends the process. In a command, a signal before `begin` ends the program at once; afterwards the first raises
-`KeyboardInterrupt`. Only the standard library is imported, so that the module loads first.
+In training the first signal is stored, and raised between two chunks: an exception in a handler can
+be lost, in garbage collection for instance, and a chunk holds the only copy of its state. A second
+Ctrl-C raises at once, and a second SIGTERM ends the process. In a command, a signal before `begin`
+ends the program at once; afterwards the first raises `KeyboardInterrupt`. Only the standard library
+is imported, so that the module loads first.
 """
 
 import os
@@ -66,7 +67,9 @@ def end() -> None:
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(status())  # without shutdown of the interpreter, under which a compiler's threads may still run
+        os._exit(
+            status()
+        )  # without shutdown of the interpreter, under which a compiler's threads may still run
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
@@ -91,13 +94,18 @@ def _leave() -> NoReturn:
 def interruptible() -> Iterator[None]:
     """Store the first signal in the block until `check`; after the block, call the handler of SIGTERM with it.
 
-    Without a handler the process ends after the block. Only the main thread handles signals. Blocks may be nested.
+    Without a handler the process ends after the block. Only the main thread handles signals. Blocks
+    may be nested.
     """
     global _block
     if _heard:
         raise KeyboardInterrupt  # a collection of garbage, say, has lost it
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+    before = {
+        number: handler
+        for number, handler in before.items()
+        if handler not in (None, signal.SIG_IGN)
+    }
     if _block is not None or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -19,7 +19,13 @@ from dissociation.training._state import Info, State, Step, first_opt_state
 
 @validated
 def train(
-    state: State, step: Step, sampler: Sampler, num_steps: Natural, *, key: PRNGKey, first_step: Natural = 0
+    state: State,
+    step: Step,
+    sampler: Sampler,
+    num_steps: Natural,
+    *,
+    key: PRNGKey,
+    first_step: Natural = 0,
 ) -> tuple[State, Info]:
     """Take steps in one compiled loop: a pure function of arrays, for `jax.jit`, `vmap` and `grad`.
 
@@ -37,8 +43,8 @@ def train(
         The state, and the `Info` of every step: [num_steps] on the leading axis.
 
     Raises:
-        ValueError: If a count is negative, state or sampler are of several members (map over them), or the state is of
-            another optimiser.
+        ValueError: If a count is negative, state or sampler are of several members (map over them),
+            or the state is of another optimiser.
         TypeError: If the sampler is a `HostBatches`.
 
     Example:
@@ -53,10 +59,18 @@ def train(
         1.0
     """
     if isinstance(sampler, HostBatches):
-        checks.fail_kind("sampler", "draw its batches in the program", "a HostBatches", "Train with `training.fit`")
+        checks.fail_kind(
+            "sampler",
+            "draw its batches in the program",
+            "a HostBatches",
+            "Train with `training.fit`",
+        )
     _check_fitting(state, step)
     if sampler.stacked and ndims_of(sampler) == getattr(sampler, "ndims", None):
-        advice = "Map over it, as in eqx.filter_vmap(lambda sampler: train(state, step, sampler, ...))(sampler)"
+        advice = (
+            "Map over it, as in eqx.filter_vmap(lambda sampler: train(state, step, sampler, "
+            "...))(sampler)"
+        )
         checks.fail("sampler", "hold the data of one member", "those of all (stacked=True)", advice)
     loss_key, _, order_key = streams(typed(key))
 
@@ -66,7 +80,11 @@ def train(
 
             def one(state: State, i: Array, at: Any = (size, within, start)) -> tuple[State, Info]:
                 size, within, start = at
-                return step(state, sampler.batch(plan, within + i, size), jax.random.fold_in(loss_key, start + i))
+                return step(
+                    state,
+                    sampler.batch(plan, within + i, size),
+                    jax.random.fold_in(loss_key, start + i),
+                )
 
             carry, infos = jax.lax.scan(one, carry, jnp.arange(steps))
             history.append(infos)
@@ -74,14 +92,18 @@ def train(
         return carry, concatenate(history)
 
     history, begin = [], first_step
-    for parts, group in itertools.groupby(_blocks(sampler, first_step, num_steps), lambda entry: entry[0]):
+    for parts, group in itertools.groupby(
+        _blocks(sampler, first_step, num_steps), lambda entry: entry[0]
+    ):
         numbers = [number for _, number in group]
         length = sum(steps for _, _, steps in parts)
         if len(numbers) == 1:
             state, infos = block(state, numbers[0], begin, parts)
         else:
             place = jnp.asarray(numbers), begin + length * jnp.arange(len(numbers))
-            state, infos = jax.lax.scan(lambda carry, x, parts=parts: block(carry, *x, parts), state, place)
+            state, infos = jax.lax.scan(
+                lambda carry, x, parts=parts: block(carry, *x, parts), state, place
+            )
             infos = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), infos)
         history.append(infos)
         begin += length * len(numbers)
@@ -111,5 +133,8 @@ def _check_fitting(state: State, step: Step) -> None:
         checks.fail("state", "be that of one member", f"{jnp.shape(state.step)} of them", advice)
     like = jax.eval_shape(partial(first_opt_state, step.optimizer), state.arrays, state.hyperparams)
     if jax.tree.structure(like) != jax.tree.structure(state.opt_state):
-        wanted, advice = "hold an `opt_state` of the step's optimiser", "step.init(state.model) starts from scratch"
+        wanted, advice = (
+            "hold an `opt_state` of the step's optimiser",
+            "step.init(state.model) starts from scratch",
+        )
         checks.fail("state", wanted, "that of another", advice)

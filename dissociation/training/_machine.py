@@ -1,6 +1,7 @@
 """The machine's cores and memory: worker threads for shards of members, and the largest batch that fits.
 
-XLA's CPU backend runs programs of one thread in order, and those of several threads in parallel, on one device.
+XLA's CPU backend runs programs of one thread in order, and those of several threads in parallel, on
+one device.
 """
 
 import functools
@@ -36,11 +37,12 @@ def available_cores(group: str | Path = "/sys/fs/cgroup/cpu.max") -> int:
 def use_all_cores() -> None:
     """Make every core of this process a device of JAX's CPU backend.
 
-    Call it before any computation, because JAX then fixes the number of devices. `fit`, and `bmap` over single members,
-    train or map as many members in parallel as there are devices. The call replaces a number of devices in `XLA_FLAGS`,
-    and keeps a larger one in JAX's configuration. It changes nothing if JAX has started with as many devices, or on an
-    accelerator. SciPy's OpenBLAS, which decomposes matrices for JAX on a CPU, gets one thread, because several programs
-    call it at once; it then rounds differently.
+    Call it before any computation, because JAX then fixes the number of devices. `fit`, and `bmap`
+    over single members, train or map as many members in parallel as there are devices. The call
+    replaces a number of devices in `XLA_FLAGS`, and keeps a larger one in JAX's configuration. It
+    changes nothing if JAX has started with as many devices, or on an accelerator. SciPy's OpenBLAS,
+    which decomposes matrices for JAX on a CPU, gets one thread, because several programs call it at
+    once; it then rounds differently.
 
     Raises:
         RuntimeError: If JAX has started on a CPU with fewer devices.
@@ -51,15 +53,20 @@ def use_all_cores() -> None:
     cores = available_cores()
     wanted = max(cores, getattr(jax.config, "jax_num_cpu_devices", -1))
     try:
-        for number in (wanted + 1, wanted):  # JAX accepts the number that is set even after it has started
+        for number in (
+            wanted + 1,
+            wanted,
+        ):  # JAX accepts the number that is set even after it has started
             jax.config.update("jax_num_cpu_devices", number)
     except RuntimeError as started:
         have = jax.local_device_count("cpu")
         if jax.default_backend() != "cpu" or have >= cores:
             return
         raise RuntimeError(
-            f"use_all_cores() must be called before JAX computes anything, got {have} device(s) that have started, "
-            f"for {cores} cores. Restart the process (in a notebook, the kernel), and call it first."
+            f"use_all_cores() must be called before JAX computes anything, got {have} device(s) "
+            "that have started, "
+            f"for {cores} cores. Restart the process (in a notebook, the kernel), and call it "
+            "first."
         ) from started
     os.environ.setdefault(_POOL, str(2 * cores))
     import scipy.linalg  # noqa: F401  # loads OpenBLAS before its threads are set
@@ -72,7 +79,18 @@ def use_all_cores() -> None:
 _POOL = "PJRT_NPROC"
 
 DECOMPOSITIONS = frozenset(
-    ("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "schur", "svd")
+    (
+        "cholesky",
+        "eig",
+        "eigh",
+        "geqp3",
+        "geqrf",
+        "hessenberg",
+        "householder_product",
+        "lu",
+        "schur",
+        "svd",
+    )
     + ("triangular_solve", "tridiagonal", "tridiagonal_solve")
 )
 """Operations that XLA computes by LAPACK on a CPU."""
@@ -83,7 +101,8 @@ CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_
 
 def runs_in_parallel(operations: Iterable[str]) -> bool:
     """Return True if worker threads can run programs of these operations in parallel without a deadlock."""
-    # In a batch of decompositions XLA's threads wait for others: for ever, without more threads than programs.
+    # In a batch of decompositions XLA's threads wait for others: for ever, without more threads
+    # than programs.
     pool = os.environ.get(_POOL, "")
     enough = pool.isdecimal() and int(pool) > jax.local_device_count("cpu")
     return (CALLBACKS if enough else CALLBACKS | DECOMPOSITIONS).isdisjoint(operations)
@@ -91,9 +110,14 @@ def runs_in_parallel(operations: Iterable[str]) -> bool:
 
 def number_of_threads(num_members: int, operations: Iterable[str], arrays: Any) -> int:
     """Return the number of worker threads for sequential mapping of a program."""
-    if any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")):
+    if any(
+        getattr(jax.config, name)
+        for name in ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")
+    ):
         return 1
-    spread = any(isinstance(leaf, jax.Array) and len(leaf.devices()) > 1 for leaf in jax.tree.leaves(arrays))
+    spread = any(
+        isinstance(leaf, jax.Array) and len(leaf.devices()) > 1 for leaf in jax.tree.leaves(arrays)
+    )
     if jax.default_backend() != "cpu" or spread or not runs_in_parallel(operations):
         return 1
     return min(num_members, jax.local_device_count(), available_cores())
@@ -116,7 +140,9 @@ def program_bytes(executable: Any) -> int:
     """Return the bytes of a compiled program's temporaries and results."""
     usage = executable.memory_analysis()
     if usage is None:
-        checks.fail("batch_size", "be a number here", "'auto'", "This backend gives no memory analysis")
+        checks.fail(
+            "batch_size", "be a number here", "'auto'", "This backend gives no memory analysis"
+        )
     return usage.temp_size_in_bytes + usage.output_size_in_bytes - usage.alias_size_in_bytes
 
 
@@ -130,14 +156,20 @@ def free_memory(arrays: Iterable[jax.Array]) -> int:
     return max(0, min([psutil.virtual_memory().available, *_free_in_groups()])) // 2
 
 
-def _free_in_groups(process: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup") -> Iterator[int]:
+def _free_in_groups(
+    process: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup"
+) -> Iterator[int]:
     """Yield the free bytes of this process' limited control groups, parents included."""
     for line in _lines(process):
         _, controllers, group = line.split(":", 2)
         if controllers == "":
             top, limit, usage = Path(root), "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
-            top, limit, usage = Path(root) / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            top, limit, usage = (
+                Path(root) / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
         else:
             continue
         # In a container the path may be the host's; then only the top folder exists.
@@ -168,11 +200,17 @@ def largest(bytes_of: Callable[[int], int], size: int, budget: int) -> int:
     while batch > 1 and bytes_of(batch) > budget:  # the line is not a bound
         batch = batch * 7 // 8
     if bytes_of(batch) > budget:
-        checks.fail("memory_budget", f"be at least {bytes_of(1)} bytes (one member at a time, all results)", budget)
+        checks.fail(
+            "memory_budget",
+            f"be at least {bytes_of(1)} bytes (one member at a time, all results)",
+            budget,
+        )
     return batch
 
 
-def run_largest(function_of: Callable[[int], Callable[..., Any]], arrays: Any, size: int, budget: int | None) -> Any:
+def run_largest(
+    function_of: Callable[[int], Callable[..., Any]], arrays: Any, size: int, budget: int | None
+) -> Any:
     """Return `function_of(batch_size)(arrays)` for the largest batch within `budget` bytes."""
 
     @functools.cache
@@ -195,6 +233,7 @@ def run_largest(function_of: Callable[[int], Callable[..., Any]], arrays: Any, s
 def _refuse_traced(tree: Any) -> None:
     if any(checks.is_traced(leaf) for leaf in jax.tree.leaves(tree)):
         raise ValueError(
-            "`batch_size` must be a number or None inside jit, grad, vmap and other transformations, got 'auto'. The "
+            "`batch_size` must be a number or None inside jit, grad, vmap and other "
+            "transformations, got 'auto'. The "
             "program that runs is not known there; choose with 'auto' outside, on concrete arrays."
         )

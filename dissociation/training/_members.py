@@ -46,10 +46,14 @@ def member(models: Any, index: int) -> Any:
 def count(models: Any) -> int:
     """Return the number of stacked members."""
     if hasattr(models, "history"):
-        checks.fail_kind("models", "be stacked models, as in `result.models`", f"a {type(models).__name__}")
+        checks.fail_kind(
+            "models", "be stacked models, as in `result.models`", f"a {type(models).__name__}"
+        )
     counts = {leaf.shape[:1] for leaf in jax.tree.leaves(models) if hasattr(leaf, "shape")}
     if len(counts) != 1 or counts == {()}:
-        checks.fail("models", "hold arrays that agree in a leading axis", f"leading axes {sorted(counts)}")
+        checks.fail(
+            "models", "hold arrays that agree in a leading axis", f"leading axes {sorted(counts)}"
+        )
     ((number,),) = counts
     return number
 
@@ -67,7 +71,9 @@ def take(models: Any, index: Any) -> Any:
     index = np.asarray(index) if isinstance(index, list) else index
     _check_members(models, index)
     arrays, constants = eqx.partition(models, lambda leaf: isinstance(leaf, jax.Array))
-    constants = jax.tree.map(lambda leaf: leaf[index] if hasattr(leaf, "shape") else leaf, constants)
+    constants = jax.tree.map(
+        lambda leaf: leaf[index] if hasattr(leaf, "shape") else leaf, constants
+    )
     leaves = jax.tree.leaves(arrays)
     is_known = leaves and not any(map(checks.is_traced, [*leaves, index]))
     if is_known and np.asarray(index).dtype.kind in "iu":
@@ -86,7 +92,11 @@ def _check_members(models: Any, index: Any) -> None:
     indices = np.asarray(index)
     missing = indices[(indices < -number) | (indices >= number)]
     if lengths and missing.size:
-        checks.fail("index", f"lie from {-number} to {number - 1}", ", ".join(map(str, missing.ravel().tolist())))
+        checks.fail(
+            "index",
+            f"lie from {-number} to {number - 1}",
+            ", ".join(map(str, missing.ravel().tolist())),
+        )
 
 
 @jax.jit
@@ -127,10 +137,12 @@ def map_members(
         function: Function for one member that returns arrays.
         shared: PyTree that every call gets whole.
         stacked: PyTree whose array leaves carry members first; other leaves are passed unchanged.
-        member_map: "vmap" (batched), "scan" (sequentially, a compiled loop) or "unroll" (sequentially, no loop).
+        member_map: "vmap" (batched), "scan" (sequentially, a compiled loop) or "unroll"
+            (sequentially, no loop).
         members_per_batch: With "vmap", number of members batched at once; None: all.
         mesh: Devices over which members are split, equally many on each.
-        ordered: With "unroll", if True, compute members in order: simultaneous decompositions can hang on a CPU.
+        ordered: With "unroll", if True, compute members in order: simultaneous decompositions can
+            hang on a CPU.
 
     Returns:
         The results, every leaf with members first.
@@ -148,7 +160,12 @@ def map_members(
 
 
 def _map_locally(
-    function: Any, member_map: str, members_per_batch: int | None, ordered: bool, shared: Any, stacked: Any
+    function: Any,
+    member_map: str,
+    members_per_batch: int | None,
+    ordered: bool,
+    shared: Any,
+    stacked: Any,
 ) -> Any:
     arrays, static = eqx.partition(stacked, eqx.is_array)
 
@@ -171,7 +188,8 @@ def _map_locally(
 
 def after(done: Any, then: Any) -> tuple[Any, Any]:
     """Return both arguments; what is computed from the second waits for the first."""
-    # Decompositions that XLA runs in parallel in one program on a CPU can wait for each other for ever.
+    # Decompositions that XLA runs in parallel in one program on a CPU can wait for each other for
+    # ever.
     arrays, static = eqx.partition((done, then), eqx.is_array)
     return eqx.combine(jax.lax.optimization_barrier(arrays), static)
 
@@ -198,7 +216,9 @@ def _joined(how: str, trees: Sequence[Any], axis: int) -> Any:
     except checks.WrongValue:
         raise
     except ValueError as error:
-        raise ValueError(f"`trees` must be alike, got other structures or shapes: {error}") from error
+        raise ValueError(
+            f"`trees` must be alike, got other structures or shapes: {error}"
+        ) from error
     return jax.tree.unflatten(jax.tree.structure(trees[0]), columns)
 
 
@@ -224,7 +244,8 @@ def member_mesh(devices: Sequence[Any] | None = None, *, data: Size = 1) -> Mesh
 
     Args:
         devices: Devices of this process; None: all of the default backend.
-        data: Number of devices over which a member's batches are split; must divide the number of devices.
+        data: Number of devices over which a member's batches are split; must divide the number of
+            devices.
 
     Returns:
         A mesh with automatic axes, for `fit(mesh=...)` and `map_members`.
@@ -248,19 +269,30 @@ def check_mesh(mesh: Mesh) -> None:
         wanted = f"have the axis {MEMBER_AXIS!r}, and {DATA_AXIS!r} at most"
         checks.fail("mesh", wanted, mesh.axis_names, "Make it with dissociation.member_mesh")
     if mesh.is_multi_process:
-        checks.fail("mesh", "hold devices of this process", "devices of several", "Pass devices=jax.local_devices()")
+        checks.fail(
+            "mesh",
+            "hold devices of this process",
+            "devices of several",
+            "Pass devices=jax.local_devices()",
+        )
 
 
 def place_members(tree: Any, mesh: Mesh, spec: PartitionSpec | None = None) -> Any:
     """Place array leaves on the mesh, by default split along the leading axis."""
     where = NamedSharding(mesh, PartitionSpec(MEMBER_AXIS) if spec is None else spec)
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, where) if eqx.is_array(leaf) else leaf, tree)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, where) if eqx.is_array(leaf) else leaf, tree
+    )
 
 
 def _each_device(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked: Any) -> Any:
     """Return `function(shared, stacked)`, called on every device with its members."""
     arrays, static = eqx.partition((shared, stacked), eqx.is_array)
     split = PartitionSpec(MEMBER_AXIS)
-    options = {"in_specs": (PartitionSpec(), split), "out_specs": split, "axis_names": {MEMBER_AXIS}}
+    options = {
+        "in_specs": (PartitionSpec(), split),
+        "out_specs": split,
+        "axis_names": {MEMBER_AXIS},
+    }
     local = lambda *arrays: function(*eqx.combine(arrays, static))  # noqa: E731
     return jax.shard_map(local, mesh=mesh, check_vma=False, **options)(*arrays)

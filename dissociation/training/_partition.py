@@ -63,19 +63,32 @@ class Partition(NamedTuple):
     @property
     def data_mesh(self) -> Mesh | None:
         """Return the mesh if it splits the samples of a batch, else None."""
-        return self.devices if self.devices is not None and DATA_AXIS in self.devices.axis_names else None
+        return (
+            self.devices
+            if self.devices is not None and DATA_AXIS in self.devices.axis_names
+            else None
+        )
 
     @property
     def how(self) -> dict[str, Any]:
         """Return the arguments of `map_members`: all that a program of one shard depends on."""
-        return {"member_map": self.member_map, "members_per_batch": self.members_per_batch, "mesh": self.devices}
+        return {
+            "member_map": self.member_map,
+            "members_per_batch": self.members_per_batch,
+            "mesh": self.devices,
+        }
 
     @property
     def size(self) -> int:
         """Return the number of members in a shard."""
         devices = member_devices(self.devices)
-        # With "unroll", a shard is one member of every device, so that one program serves all shards.
-        return devices if self.member_map == "unroll" else devices * -(-self.total // (devices * self.shards))
+        # With "unroll", a shard is one member of every device, so that one program serves all
+        # shards.
+        return (
+            devices
+            if self.member_map == "unroll"
+            else devices * -(-self.total // (devices * self.shards))
+        )
 
     def split(self, stacked: Any) -> list[Any]:
         """Cut members into shards; leaves that are not arrays go to every shard."""
@@ -84,7 +97,9 @@ class Partition(NamedTuple):
         for start in range(0, self.total, size):
             rows = np.minimum(np.arange(start, start + size), self.total - 1)
             own = arrays if len(rows) == self.total else gathered(arrays, to_device(rows))
-            shards.append(eqx.combine(own if self.devices is None else place_members(own, self.devices), rest))
+            shards.append(
+                eqx.combine(own if self.devices is None else place_members(own, self.devices), rest)
+            )
         return shards
 
     def joined(self, shards: Sequence[Any]) -> Any:
@@ -145,7 +160,9 @@ class Partition(NamedTuple):
         elif mesh == "auto" and math.prod(sizes) <= jax.local_device_count():
             mesh = member_mesh(jax.local_devices()[: math.prod(sizes)], data=sizes[1])
         per_batch = stored["members_per_batch"] if per_batch == "auto" else per_batch
-        return self._replace(member_map=stored["member_map"], members_per_batch=per_batch, mesh=mesh)
+        return self._replace(
+            member_map=stored["member_map"], members_per_batch=per_batch, mesh=mesh
+        )
 
 
 @partial(jax.jit, static_argnums=1)

@@ -96,7 +96,9 @@ class Sweep(NamedTuple):
 
 
 @eqx.filter_jit
-def _fresh(make: tuple[Any, Any], fixed: dict[str, Any], keys: Array, members: Array) -> tuple[PyTree, PyTree, Array]:
+def _fresh(
+    make: tuple[Any, Any], fixed: dict[str, Any], keys: Array, members: Array
+) -> tuple[PyTree, PyTree, Array]:
     """Return what both functions (the second may be None) return for members, stacked, and keys of training."""
     of_model, of_training = gathered(keys, members).T
 
@@ -121,7 +123,11 @@ def planned(
     progress: str | MeterFactory | None = None,
 ) -> Plan:
     """Return groups that fit in memory, at least `num_groups`; `keeps` is True if trained models stay in memory."""
-    given = None if budget is None else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
+    given = (
+        None
+        if budget is None
+        else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
+    )
     room, alike = given or machine.free_memory([]), dict[Any, list[int]]()
     for member, shape in enumerate(sweep.shape_of):
         alike.setdefault(shape, []).append(member)
@@ -136,11 +142,17 @@ def planned(
             kept += model * len(members) if keeps else 0
             size = min(len(members), most, (room - fixed - kept) // each)
             if size < 1:
-                wanted = f"be at least {fixed + kept + each} bytes, which one member takes with its data"
+                wanted = (
+                    f"be at least {fixed + kept + each} bytes, which one member takes with its data"
+                )
                 checks.fail("memory_budget", wanted, room)
-            size = math.ceil(len(members) / math.ceil(len(members) / size))  # groups of equal size share a program
+            size = math.ceil(
+                len(members) / math.ceil(len(members) / size)
+            )  # groups of equal size share a program
             devices, peak = max(devices, threads), max(peak, fixed + each * size + kept)
-            groups += [tuple(members[start : start + size]) for start in range(0, len(members), size)]
+            groups += [
+                tuple(members[start : start + size]) for start in range(0, len(members), size)
+            ]
         meter.advance(len(alike), "")
     return Plan(tuple(groups), peak, room, devices)
 
@@ -153,14 +165,17 @@ def _largest_group(counts: list[int], num_groups: int) -> int:
     return checks.fail("num_groups", f"be at most the number of members, {sum(counts)}", num_groups)
 
 
-def estimated_bytes(sweep: Sweep, members: Sequence[int], ample: int = 0) -> tuple[int, int, int, int]:
+def estimated_bytes(
+    sweep: Sweep, members: Sequence[int], ample: int = 0
+) -> tuple[int, int, int, int]:
     """Estimate the memory of members of one shape, from programs of 2 and 4 of them on one device.
 
-    If an upper bound for all members is below `ample` bytes, nothing is compiled, and the bound is the estimate.
+    If an upper bound for all members is below `ample` bytes, nothing is compiled, and the bound is
+    the estimate.
 
     Returns:
-        Bytes of data and programs for any number of members, bytes per member, bytes of a trained model, and the number
-        of devices or worker threads. The compiler's memory is left out.
+        Bytes of data and programs for any number of members, bytes per member, bytes of a trained
+        model, and the number of devices or worker threads. The compiler's memory is left out.
     """
     four, (step, sampler, save) = (list(members) * 4)[:4], (sweep.step, sweep.sampler, sweep.save)
 
@@ -173,7 +188,9 @@ def estimated_bytes(sweep: Sweep, members: Sequence[int], ample: int = 0) -> tup
     def run_of(size: int) -> Run:
         state, *keys = _zeros((shapes, *own), size)
         keys = _zeros(order, None if sampler.shared else size), *keys
-        return _Estimate(state, step, sampler, keys, save, Partition(size, **{**sweep.how, "mesh": None}), [])
+        return _Estimate(
+            state, step, sampler, keys, save, Partition(size, **{**sweep.how, "mesh": None}), []
+        )
 
     def compiled_bytes(run: Run) -> int:
         calls: list[Any] = [(run_chunk, run.example())]
@@ -181,7 +198,10 @@ def estimated_bytes(sweep: Sweep, members: Sequence[int], ample: int = 0) -> tup
         if observe is not None:
             inputs = members.partition.how, observe, jnp.asarray(first), members.observe_keys[0]
             calls.append((observe_members, inputs))
-        compiled = [function.lower(inputs, members.states[0]).compile().compiled for function, inputs in calls]
+        compiled = [
+            function.lower(inputs, members.states[0]).compile().compiled
+            for function, inputs in calls
+        ]
         return max(map(machine.program_bytes, compiled))  # chunk or observation
 
     run = run_of(2)
@@ -196,7 +216,9 @@ def estimated_bytes(sweep: Sweep, members: Sequence[int], ample: int = 0) -> tup
         of_program = max(0, programs[0] - 2 * each)
     times = len(record_steps(save, [], first, total, sampler.epoch_steps))
     recorded = (program.info, total - first), (program.observe and program.observe.out, times)
-    history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
+    history = 16 * sum(
+        math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree)
+    )
     spread = jax.default_backend() == "cpu" and run.members.partition.member_map != "vmap"
     threads = min(jax.local_device_count(), machine.available_cores()) if spread else 1
     fixed = _bytes(sampler) + _bytes(program.observe) + threads * of_program
@@ -209,7 +231,9 @@ def result_bytes(jaxpr: Any) -> int:
     """Return the size of the results of all operations of a jaxpr, each counted once in the body of a loop."""
     total = 0
     for equation in jaxpr.eqns:
-        total += sum(math.prod(result.aval.shape) * result.aval.dtype.itemsize for result in equation.outvars)
+        total += sum(
+            math.prod(result.aval.shape) * result.aval.dtype.itemsize for result in equation.outvars
+        )
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
                 if isinstance(inner, jex.ClosedJaxpr | jex.Jaxpr):
@@ -242,7 +266,9 @@ def _zeros(shapes: PyTree, size: int | None = None) -> PyTree:
         implementations: list[Any] = []
         jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), leaf)
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, leaf.dtype))
-        return jax.random.wrap_key_data(to_device(np.zeros(words.shape, words.dtype)), impl=implementations[0])
+        return jax.random.wrap_key_data(
+            to_device(np.zeros(words.shape, words.dtype)), impl=implementations[0]
+        )
 
     return jax.tree.map(zeros, shapes)
 

@@ -1,6 +1,7 @@
 """Progress meters driven from the host: none, in a terminal, in a notebook, or the caller's own.
 
-If stderr is a file, a bar becomes occasional lines. The host advances the meter between compiled chunks.
+If stderr is a file, a bar becomes occasional lines. The host advances the meter between compiled
+chunks.
 """
 
 import sys
@@ -40,7 +41,9 @@ class BarMeter(Meter):
     def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm):
         self._in_file = bar is tqdm and not sys.stderr.isatty()
         options = {"file": sys.stderr, "dynamic_ncols": True, "mininterval": 0.2, "smoothing": 0}
-        self._bar = bar(total=total, desc=description, delay=np.inf if self._in_file else 0.0, **options)
+        self._bar = bar(
+            total=total, desc=description, delay=np.inf if self._in_file else 0.0, **options
+        )
         self._started, self._shown, self._last = False, -np.inf, None
 
     def advance(self, step: int, text: str) -> None:
@@ -103,8 +106,8 @@ def open_meter(progress: str | MeterFactory | None, total: int, description: str
     """Open a meter.
 
     Args:
-        progress: None for silence, "terminal", "auto" (a terminal or a notebook), "late" ("auto", if the work still
-            runs after 4 seconds), or a factory `(total, description) -> Meter`.
+        progress: None for silence, "terminal", "auto" (a terminal or a notebook), "late" ("auto",
+            if the work still runs after 4 seconds), or a factory `(total, description) -> Meter`.
         total: Total number of steps.
         description: Short text in front of the bar.
 
@@ -130,7 +133,13 @@ class Progress(Callback):
     """
 
     def __init__(self, how: str | MeterFactory | None = "auto", shown: Sequence[str] | None = None):
-        self.how, self.shown, self._meter, self._text, self._recorded = how, shown, Meter(), "", False
+        self.how, self.shown, self._meter, self._text, self._recorded = (
+            how,
+            shown,
+            Meter(),
+            "",
+            False,
+        )
 
     @property
     def needs_records(self) -> bool:
@@ -138,7 +147,11 @@ class Progress(Callback):
         return False
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        self._meter, self._text, self._recorded = open_meter(self.how, num_steps, "training"), "", False
+        self._meter, self._text, self._recorded = (
+            open_meter(self.how, num_steps, "training"),
+            "",
+            False,
+        )
         self._meter.advance(step, "compiling")
 
     def advance(self, step: int, loss: np.ndarray) -> None:
@@ -161,6 +174,9 @@ def described(records: dict[str, Any], shown: Sequence[str] | None) -> str:
     """Return mean and standard deviation over members of the loss and other numbers, in a line."""
     known = numbers_of(records)
     others = [name for name in known if name != "loss"]
-    names = ["loss", *(others[:MAX_DESCRIBED] if shown is None else [name for name in shown if name in others])]
+    names = [
+        "loss",
+        *(others[:MAX_DESCRIBED] if shown is None else [name for name in shown if name in others]),
+    ]
     finite = [(name, known[name][np.isfinite(known[name])].astype(np.float64)) for name in names]
     return ", ".join(f"{name} {x.mean():.4g} \u00b1 {x.std():.2g}" for name, x in finite if x.size)

@@ -1,8 +1,9 @@
 """Records of a run, which `Save` selects and a `History` holds, and callbacks, which the host calls with them.
 
-`records["loss"]` is each member's mean loss since the last record ([members], NaN at the start), `records["metrics"]`
-the means of metrics, `records["observed"]` the observation, members first. A callback, which may be a function
-`callback(step, records)`, returns True to end the run, or a boolean per member to freeze members.
+`records["loss"]` is each member's mean loss since the last record ([members], NaN at the start),
+`records["metrics"]` the means of metrics, `records["observed"]` the observation, members first. A
+callback, which may be a function `callback(step, records)`, returns True to end the run, or a
+boolean per member to freeze members.
 """
 
 import csv
@@ -30,7 +31,8 @@ class History(NamedTuple):
     """Records of a run.
 
     Attributes:
-        loss: Loss of every step's batch before the update: [members, steps], NumPy. NaN if a member is frozen.
+        loss: Loss of every step's batch before the update: [members, steps], NumPy. NaN if a member
+            is frozen.
         observed_at: Steps of the observations: [times]; step s is the state after s updates.
         observed: Observations, every leaf [members, times, ...], NumPy; or None.
         metrics: Metrics of the loss, every leaf [members, steps, ...]; or None.
@@ -47,11 +49,12 @@ class History(NamedTuple):
         """Return losses and metrics along steps, and observations along the steps of the records.
 
         Args:
-            over: Name or axes of the members: a name, `{"seeds": [0, 1]}`, or a sweep's `training.Grid`.
+            over: Name or axes of the members: a name, `{"seeds": [0, 1]}`, or a sweep's
+                `training.Grid`.
 
         Returns:
-            `loss` [members, steps], `metrics_...` [members, steps, ...], `observed_...` [members, observed_at, ...],
-            with the steps as coordinates.
+            `loss` [members, steps], `metrics_...` [members, steps, ...], `observed_...` [members,
+            observed_at, ...], with the steps as coordinates.
         """
         over = "members" if over is None else over
         steps = self.first_step + np.arange(self.loss.shape[1])
@@ -86,7 +89,9 @@ class Record:
 
     def empty(self, tree: Any, columns: int) -> Any:
         """Return NumPy zeros [members, columns, ...] for the shapes of one member."""
-        return jax.tree.map(lambda leaf: np.zeros((self.num_members, columns, *leaf.shape), leaf.dtype), tree)
+        return jax.tree.map(
+            lambda leaf: np.zeros((self.num_members, columns, *leaf.shape), leaf.dtype), tree
+        )
 
     def add(self, infos: Info, step: int, frozen: np.ndarray) -> None:
         """Add the last steps up to `step`, and warn of losses that are not finite."""
@@ -95,7 +100,9 @@ class Record:
         for member in np.flatnonzero(bad.any(axis=1) & (self.diverged_at < 0) & ~frozen):
             column = int(bad[member].argmax())
             self.diverged_at[member] = step - bad.shape[1] + column
-            became = f"the loss became {infos.loss[member, column]} at step {self.diverged_at[member]}"
+            became = (
+                f"the loss became {infos.loss[member, column]} at step {self.diverged_at[member]}"
+            )
             checks.warn(f"member {member}: {became}; the other members go on.")
 
     def observe(self, step: int, observed: Any) -> None:
@@ -103,7 +110,9 @@ class Record:
         self.observed_at.append(step)
         self.observations.append(observed)
 
-    def restore(self, infos: Info, observations: Sequence[tuple[int, Any]], diverged_at: np.ndarray) -> None:
+    def restore(
+        self, infos: Info, observations: Sequence[tuple[int, Any]], diverged_at: np.ndarray
+    ) -> None:
         """Replace everything by what a checkpoint holds."""
         self.infos = [infos]
         self.observed_at = [step for step, _ in observations]
@@ -123,7 +132,11 @@ class Record:
         def mean(leaf: np.ndarray) -> np.ndarray:
             part = leaf[:, begin - self.first : end - self.first]
             kind = np.result_type(leaf.dtype, np.float16)
-            return part.mean(axis=1) if end > begin else np.full((len(leaf), *leaf.shape[2:]), np.nan, kind)
+            return (
+                part.mean(axis=1)
+                if end > begin
+                else np.full((len(leaf), *leaf.shape[2:]), np.nan, kind)
+            )
 
         return {**jax.tree.map(mean, self._done())._asdict(), "observed": self.observations[index]}
 
@@ -132,20 +145,22 @@ class Record:
         done = self._done()
         known = [observed for observed in self.observations if observed is not None]
         observed = stack(known, axis=1) if known else None
-        return History(done.loss, np.asarray(self.observed_at, np.int64), observed, done.metrics, self.first)
+        return History(
+            done.loss, np.asarray(self.observed_at, np.int64), observed, done.metrics, self.first
+        )
 
 
 class Save(NamedTuple):
     """Selection of records and of their steps.
 
     Attributes:
-        observe: `observe(model, step, key) -> PyTree of arrays` for one member, `step` traced; if the state has an
-            `aux`, `observe(model, aux, step, key)`.
-        at: Steps at which to observe and to call the callbacks' `record`, the first and the last only if listed.
-            Default: start and end of every epoch (of the run, if an epoch is one step), or none without `observe` and
-            callbacks that record.
-        seconds: Least time in seconds between two writes of the checkpoint; the first write comes after at most five
-            seconds.
+        observe: `observe(model, step, key) -> PyTree of arrays` for one member, `step` traced; if
+            the state has an `aux`, `observe(model, aux, step, key)`.
+        at: Steps at which to observe and to call the callbacks' `record`, the first and the last
+            only if listed. Default: start and end of every epoch (of the run, if an epoch is one
+            step), or none without `observe` and callbacks that record.
+        seconds: Least time in seconds between two writes of the checkpoint; the first write comes
+            after at most five seconds.
     """
 
     observe: Callable[..., Any] | None = None
@@ -205,11 +220,17 @@ class OfFunction(Callback):
         return self.function(step, records)
 
 
-def record_steps(save: Save, callbacks: Sequence[Callback], first: int, last: int, epoch_steps: int) -> np.ndarray:
+def record_steps(
+    save: Save, callbacks: Sequence[Callback], first: int, last: int, epoch_steps: int
+) -> np.ndarray:
     """Return the steps of the records, sorted, without repetition: those of `save.at`, or its default."""
     if not save.seconds >= 0:
         checks.fail("save", "have `seconds` of at least 0", save.seconds)
-    if save.at is None and save.observe is None and not any(each.needs_records for each in callbacks):
+    if (
+        save.at is None
+        and save.observe is None
+        and not any(each.needs_records for each in callbacks)
+    ):
         return np.zeros(0, int)
     if save.at is None:
         every = np.arange(0, last + 1, epoch_steps) if epoch_steps > 1 else np.zeros(0, int)
@@ -219,7 +240,11 @@ def record_steps(save: Save, callbacks: Sequence[Callback], first: int, last: in
     if steps.ndim != 1 or not np.issubdtype(steps.dtype, np.integer):
         checks.fail_kind("at", "be a sequence of integers", repr(save.at))
     if steps.size and (steps.min() < first or steps.max() > last):
-        checks.fail("at", f"lie between {first} and the last step ({last})", f"{steps.min()} to {steps.max()}")
+        checks.fail(
+            "at",
+            f"lie between {first} and the last step ({last})",
+            f"{steps.min()} to {steps.max()}",
+        )
     return np.unique(steps)
 
 
@@ -272,14 +297,22 @@ class EarlyStop(Callback):
         rising: If True, the number should rise.
 
     Raises:
-        ValueError: If `patience` or `least_change` is negative, or no number of this name is recorded.
+        ValueError: If `patience` or `least_change` is negative, or no number of this name is
+            recorded.
     """
 
     @validated
-    def __init__(self, name: str, patience: int, *, least_change: float = 0.0, rising: bool = False):
+    def __init__(
+        self, name: str, patience: int, *, least_change: float = 0.0, rising: bool = False
+    ):
         checks.check_count("patience", patience)
         checks.check_non_negative("least_change", least_change)
-        self.name, self.patience, self.least_change, self.rising = name, patience, least_change, rising
+        self.name, self.patience, self.least_change, self.rising = (
+            name,
+            patience,
+            least_change,
+            rising,
+        )
         self._best, self._waited, self._first = np.inf, 0, -1
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
@@ -318,7 +351,9 @@ class FreezeDiverged(Callback):
 def numbers_of(records: dict[str, Any]) -> dict[str, Any]:
     """Return recorded numbers [members], named without "observed." and "metrics." if that is unambiguous."""
     leaves = jax.tree_util.tree_leaves_with_path(records)
-    named = [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+    named = [
+        (jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves
+    ]
     short = [name.removeprefix("observed.").removeprefix("metrics.") for name, _ in named]
     both = zip(short, named, strict=True)
     return {s if short.count(s) == 1 else name: leaf for s, (name, leaf) in both if leaf.ndim == 1}

@@ -90,13 +90,18 @@ class Batches:
     def draw(self, step: int, block: int | None) -> Any:
         """Return the plan of a block, or stacked batches of the host from a step on."""
         if not isinstance(self.sampler, HostBatches):
-            return drawn(self.sampler, self.order, jnp.asarray(block))  # a Python number would be a constant
+            return drawn(
+                self.sampler, self.order, jnp.asarray(block)
+            )  # a Python number would be a constant
         with interrupts.waiting():
             if step != self.host_end:
                 self.host_blocks = self.sampler.blocks(step)
             self.host_end, batches = next(self.host_blocks, (-1, None))
         if batches is None:
-            wanted, advice = f"give a batch for every step, {step} among them", "Repeat it with itertools.cycle"
+            wanted, advice = (
+                f"give a batch for every step, {step} among them",
+                "Repeat it with itertools.cycle",
+            )
             checks.fail("start", wanted, "an iterator that has ended", advice)
         return batches
 
@@ -104,22 +109,40 @@ class Batches:
         """Return the place of a step, whose block's plan is then in `plan`."""
         segment = self.sampler.segment(step)
         if segment.block != self.segment.block or step == self.host_end:
-            self.plan = self.partition.placed(self.draw(step, segment.block), not self.sampler.shared)
+            self.plan = self.partition.placed(
+                self.draw(step, segment.block), not self.sampler.shared
+            )
         self.segment = segment
-        return segment._replace(end=self.host_end) if isinstance(self.sampler, HostBatches) else segment
+        return (
+            segment._replace(end=self.host_end)
+            if isinstance(self.sampler, HostBatches)
+            else segment
+        )
 
     def sources(self, num_shards: int) -> tuple[list[Any], Any]:
         """Return arrays and plan that each shard has of its own, and those of all shards."""
         stacked, of_members = self.sampler.stacked, not self.sampler.shared
         nothing = [None] * num_shards
-        per_shard = zip(self.arrays if stacked else nothing, self.plan if of_members else nothing, strict=True)
-        return list(per_shard), (None if stacked else self.arrays, None if of_members else self.plan)
+        per_shard = zip(
+            self.arrays if stacked else nothing, self.plan if of_members else nothing, strict=True
+        )
+        return list(per_shard), (
+            None if stacked else self.arrays,
+            None if of_members else self.plan,
+        )
 
 
 class Members:
     """States and keys of all members, in shards for devices or worker threads."""
 
-    def __init__(self, partition: Partition, threads: int, state: State, loss_keys: Array, observe_keys: Array):
+    def __init__(
+        self,
+        partition: Partition,
+        threads: int,
+        state: State,
+        loss_keys: Array,
+        observe_keys: Array,
+    ):
         self.partition, self.threads = partition, threads
         shards = partition.split((state, loss_keys, observe_keys))
         self.states, self.loss_keys, self.observe_keys = map(list, zip(*shards, strict=True))
@@ -133,7 +156,9 @@ class Members:
     def like(self) -> State:
         """Return shapes of the joined states."""
         total = self.partition.total
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((total, *leaf.shape[1:]), leaf.dtype), self.states[0])
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((total, *leaf.shape[1:]), leaf.dtype), self.states[0]
+        )
 
 
 class Clock:
@@ -148,7 +173,9 @@ class Clock:
     def measure(self, count: int, seconds: float) -> None:
         """Adapt the length of chunks to a chunk of `count` steps."""
         if count == self.chunk:  # a shorter chunk does not measure a whole one
-            self.chunk = int(np.clip(self.chunk * CHUNK_SECONDS / max(seconds, 1e-6), 1, 4 * self.chunk))
+            self.chunk = int(
+                np.clip(self.chunk * CHUNK_SECONDS / max(seconds, 1e-6), 1, 4 * self.chunk)
+            )
 
     def due(self, seconds: float) -> bool:
         """Return True if the checkpoint should be written."""
@@ -178,7 +205,12 @@ class RunFile(NamedTuple):
             return None
         header, advice = checkpoints.read_header(self.path), "Delete it or name another file"
         if (written := header.get("format", 0)) != FORMAT:
-            checks.fail("checkpoint", f"be a file of format {FORMAT}", f"{self.path} of format {written}", advice)
+            checks.fail(
+                "checkpoint",
+                f"be a file of format {FORMAT}",
+                f"{self.path} of format {written}",
+                advice,
+            )
         traced = {"program", "observe"}
         different = [name for name, value in self.identity.items() if header["run"][name] != value]
         different = [name for name in different if not (self.same_program and name in traced)]
@@ -275,7 +307,8 @@ class Run:
                     self.write()
         except BaseException:
             if not self.members.lost:
-                self.write()  # an iterator, a callback or an interrupt ended the run between two chunks
+                # an iterator, a callback or an interrupt ended the run between two chunks
+                self.write()
             raise
         finally:
             self._tell("close")
@@ -291,7 +324,9 @@ class Run:
         members, partition = self.members, self.members.partition
         began, count = time.perf_counter(), min(target - self.step, self.clock.chunk, MAX_CHUNK)
         calls, per_call = (count, 1) if partition.member_map == "unroll" else (1, count)
-        places = [to_device(np.array((self.step + i, segment.within + i, per_call))) for i in range(calls)]
+        places = [
+            to_device(np.array((self.step + i, segment.within + i, per_call))) for i in range(calls)
+        ]
         active = partition.split(to_device(~self.frozen)) if self.frozen.any() else None
         inputs = self._inputs(segment, active)
         program = compiled(run_chunk, members.threads, (*inputs[0], places[0]), members.states[0])
@@ -321,11 +356,14 @@ class Run:
             program = compiled(observe_members, members.threads, *example)
 
             def observe(keys: Array, state: State) -> Any:
-                # On the host before the next, so that a thread decomposes matrices of one member at a time.
+                # On the host before the next, so that a thread decomposes matrices of one member at
+                # a time.
                 return jax.device_get(program((*shared, keys), state))
 
             shards = zip(members.observe_keys, members.states, strict=True)
-            rows = concatenate(run_tasks([partial(observe, *shard) for shard in shards], members.threads))
+            rows = concatenate(
+                run_tasks([partial(observe, *shard) for shard in shards], members.threads)
+            )
             observed = jax.tree.map(lambda leaf: leaf[: members.partition.total], rows)
         self.record.observe(self.step, observed)
         self._ask_callbacks(self.record.at(-1))
@@ -342,7 +380,9 @@ class Run:
                 continue
             frozen = np.asarray(answer)
             if frozen.dtype != bool or (frozen.shape != self.frozen.shape and frozen.size != 1):
-                wanted = f"return None, True, or a boolean for each of the {self.frozen.size} members"
+                wanted = (
+                    f"return None, True, or a boolean for each of the {self.frozen.size} members"
+                )
                 checks.fail("callbacks", wanted, describe(answer))
             self.stopped = self.stopped or bool(frozen.size == 1 and frozen.all())
             if frozen.ndim:
@@ -367,7 +407,11 @@ class Run:
             "frozen": self.frozen.tolist(),
             "diverged_at": record.diverged_at.tolist(),
         }
-        checkpoints.save(self.file.path, (members.partition.joined(members.states), *record.history()[:4]), header)
+        checkpoints.save(
+            self.file.path,
+            (members.partition.joined(members.states), *record.history()[:4]),
+            header,
+        )
         self.clock.saved()
 
     def resume(self, file: RunFile, total: int, times: np.ndarray) -> None:
@@ -380,7 +424,10 @@ class Run:
             logger.warning("%s was written under another layout: bits may differ.", file.path)
         step, recorded = header["step"], header["observed_at"]
         if step > total:
-            wanted = f"be at least the {step - record.first} of {file.path}, where the run stands already"
+            wanted = (
+                f"be at least the {step - record.first} of {file.path}, where the run "
+                "stands already"
+            )
             checks.fail("num_steps", wanted, total - record.first, "Delete it or name another file")
         missed = [int(time) for time in times if time < step and time not in recorded]
         observe = self.program.observe
@@ -388,21 +435,36 @@ class Run:
             wanted = f"hold no step before {step} at which the run in {file.path} was not observed"
             checks.fail("at", wanted, missed[0])
         infos = record.empty(self.program.info, step - record.first)
-        observed = record.empty(observe.out, len(recorded)) if observe is not None and recorded else None
-        like = members.like(), infos.loss, np.zeros(len(recorded), np.int64), observed, infos.metrics
+        observed = (
+            record.empty(observe.out, len(recorded)) if observe is not None and recorded else None
+        )
+        like = (
+            members.like(),
+            infos.loss,
+            np.zeros(len(recorded), np.int64),
+            observed,
+            infos.metrics,
+        )
         state, loss, _, observed, metrics = checkpoints.restore(file.path, like)
         members.states = members.partition.split(state)
         self.step, self.stopped, self.frozen = step, header["stopped"], np.asarray(header["frozen"])
         self.clock.began -= header["seconds"]
         kept = [(time, index) for index, time in enumerate(recorded) if time in times]
-        observations = [(time, jax.tree.map(lambda leaf, i=i: leaf[:, i], observed)) for time, i in kept]
+        observations = [
+            (time, jax.tree.map(lambda leaf, i=i: leaf[:, i], observed)) for time, i in kept
+        ]
         record.restore(Info(loss, metrics), observations, np.asarray(header["diverged_at"]))
 
 
-def _program_of(batches: Batches, step: Step, save: Save, state: State, loss: Array, observe: Array) -> Program:
+def _program_of(
+    batches: Batches, step: Step, save: Save, state: State, loss: Array, observe: Array
+) -> Program:
     """Trace step and observation on the shapes of one member."""
     sampler, one = batches.sampler, shapes(state, 1)
-    of_arrays, of_plan = shapes(batches.arrays, int(sampler.stacked)), shapes(batches.plan, int(not sampler.shared))
+    of_arrays, of_plan = (
+        shapes(batches.arrays, int(sampler.stacked)),
+        shapes(batches.plan, int(not sampler.shared)),
+    )
     example = one, of_arrays, of_plan, jnp.asarray(0), shapes(loss, 1)
     step_of = cache(partial(trace_step, step, sampler, example))
     seen = None
@@ -414,8 +476,15 @@ def _program_of(batches: Batches, step: Step, save: Save, state: State, loss: Ar
 def identity_of(run: Run, state: State, sampler: Sampler, key: Any) -> dict[str, Any]:
     """Return digests of the programs, with the precision of products, and of the inputs."""
     precision = getattr(jax.config, "jax_default_matmul_precision", None)
-    inputs = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}
-    fields = {name: value for name, value in vars(sampler).items() if isinstance(value, bool | int | str)}
+    inputs = {
+        "models": state.arrays,
+        "aux": state.aux,
+        "hyperparams": state.hyperparams,
+        "key": key,
+    }
+    fields = {
+        name: value for name, value in vars(sampler).items() if isinstance(value, bool | int | str)
+    }
     observe, first = run.program.observe, run.record.first
     return {name: checkpoints.fingerprint(part) for name, part in inputs.items()} | {
         "program": [run.program.step.fingerprint(), precision],

@@ -1,7 +1,7 @@
 """Samplers of training batches, for a compiled loop and for the host.
 
-Steps are cut into blocks (`segment`); `plan` draws once per block, and `batch` returns a step's batch. Key and step
-number determine all batches, however steps are chunked, mapped or resumed.
+Steps are cut into blocks (`segment`); `plan` draws once per block, and `batch` returns a step's
+batch. Key and step number determine all batches, however steps are chunked, mapped or resumed.
 """
 
 import itertools
@@ -18,7 +18,14 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation._core import checks
-from dissociation._core.conversion import as_array, check_fits, describe, number_kind, to_device, warn_narrowed
+from dissociation._core.conversion import (
+    as_array,
+    check_fits,
+    describe,
+    number_kind,
+    to_device,
+    warn_narrowed,
+)
 from dissociation._core.keys import typed
 from dissociation._core.types import PRNGKey, PyTree, Size
 from dissociation._core.validation import validated
@@ -97,7 +104,12 @@ class FullBatch(_Known):
 
     @validated
     def __init__(self, data: Any, *, stacked: bool = False):
-        self.data, self.stacked, self.shared, self.epoch_steps = as_data(data, stacked), stacked, True, 1
+        self.data, self.stacked, self.shared, self.epoch_steps = (
+            as_data(data, stacked),
+            stacked,
+            True,
+            1,
+        )
         self.ndims = ndims_of(self.data)
 
     def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
@@ -109,7 +121,8 @@ class Epochs(_Known):
 
     Args:
         data: PyTree of finite arrays, samples first; with `stacked`, members and then samples.
-        batch_size: Samples in a batch; the last one of a pass is smaller if it does not divide their number.
+        batch_size: Samples in a batch; the last one of a pass is smaller if it does not divide
+            their number.
         shared: True if all members get the same batches in the same order.
         shuffle: True for a random order, False for the given one.
         drop_remainder: True to leave out a last, smaller batch.
@@ -136,9 +149,16 @@ class Epochs(_Known):
         stacked: bool = False,
     ):
         self.data, self.batch_size = as_data(data, stacked), batch_size
-        self.shared, self.shuffle, self.stacked, self.ndims = shared, shuffle, stacked, ndims_of(self.data)
+        self.shared, self.shuffle, self.stacked, self.ndims = (
+            shared,
+            shuffle,
+            stacked,
+            ndims_of(self.data),
+        )
         self.num_samples = jax.tree.leaves(self.data)[0].shape[int(stacked)]
-        self.epoch_steps = steps_per_epoch(self.num_samples, batch_size, drop_remainder=drop_remainder)
+        self.epoch_steps = steps_per_epoch(
+            self.num_samples, batch_size, drop_remainder=drop_remainder
+        )
 
     @property
     def span(self) -> int:
@@ -170,7 +190,9 @@ class Epochs(_Known):
         wanted = self.batch_size if size is None else size
         if plan is None:
             start = within % self.epoch_steps * self.batch_size
-            return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, wanted), self.data)
+            return jax.tree.map(
+                lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, wanted), self.data
+            )
         chosen = jax.lax.dynamic_slice_in_dim(plan, within * self.batch_size, wanted)
         return jax.tree.map(lambda leaf: leaf.at[chosen].get(mode="promise_in_bounds"), self.data)
 
@@ -189,10 +211,23 @@ class Online(_Known):
     source: PyTree
 
     @validated
-    def __init__(self, draw: Callable[..., Any], source: Any = None, *, shared: bool = False, stacked: bool = False):
+    def __init__(
+        self,
+        draw: Callable[..., Any],
+        source: Any = None,
+        *,
+        shared: bool = False,
+        stacked: bool = False,
+    ):
         if stacked and source is None:
             checks.fail("source", "be given if every member has its own (`stacked=True`)", None)
-        self.draw, self.source, self.shared, self.stacked, self.epoch_steps = draw, source, shared, stacked, 1
+        self.draw, self.source, self.shared, self.stacked, self.epoch_steps = (
+            draw,
+            source,
+            shared,
+            stacked,
+            1,
+        )
         self.ndims = ndims_of((draw, source))
 
     def plan(self, key: PRNGKey, block: Any) -> PyTree:
@@ -206,13 +241,15 @@ class Online(_Known):
 class HostBatches(_Known):
     """Sampler of batches from a Python iterator, such as data larger than memory.
 
-    For `fit` alone, because a compiled loop does not call the host. A thread makes batches ahead and copies them, so an
-    iterator may reuse one buffer.
+    For `fit` alone, because a compiled loop does not call the host. A thread makes batches ahead
+    and copies them, so an iterator may reuse one buffer.
 
     Args:
-        start: `start(step)` returns an iterator (of PyTrees of arrays, all of the same shapes) whose first batch is
-            that of step `step`: 0, or the step of a resumed run. A `grain` loader gives one by setting its state.
-        epoch_steps: Batches in a pass over the data, at least 1, so that training can be counted in epochs.
+        start: `start(step)` returns an iterator (of PyTrees of arrays, all of the same shapes)
+            whose first batch is that of step `step`: 0, or the step of a resumed run. A `grain`
+            loader gives one by setting its state.
+        epoch_steps: Batches in a pass over the data, at least 1, so that training can be counted in
+            epochs.
         block: Number of batches passed on at once, at least 1.
     """
 
@@ -229,7 +266,9 @@ class HostBatches(_Known):
         return Segment(None, block, within, (block + 1) * self.block)
 
     def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, within, keepdims=False), plan)
+        return jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, within, keepdims=False), plan
+        )
 
     def blocks(self, step: int) -> Iterator[tuple[int, Any]]:
         """Yield the end and the stacked batches of every block from that of `step` on.
@@ -239,7 +278,12 @@ class HostBatches(_Known):
         batches = self.start(step)
         if not isinstance(batches, Iterable):
             checks.fail_kind("start", "return an iterator of batches", describe(batches))
-        batches, first, left, like = iter(batches), step % self.block, self.block - step % self.block, None
+        batches, first, left, like = (
+            iter(batches),
+            step % self.block,
+            self.block - step % self.block,
+            None,
+        )
         ahead = _ahead(batches, left)
         while part := ahead.result():
             if len(part) == left:
@@ -248,7 +292,10 @@ class HostBatches(_Known):
                 arrays = as_arrays("start", batch, "samples")  # `np.stack` accepts plain numbers
                 shapes = jax.tree.map(jax.typeof, arrays)
                 if like not in (None, shapes):
-                    wanted, advice = "give batches of one structure and shape", "Drop a last, smaller batch, or pad it"
+                    wanted, advice = (
+                        "give batches of one structure and shape",
+                        "Drop a last, smaller batch, or pad it",
+                    )
                     checks.fail("start", wanted, f"{shapes} at step {step} after {like}", advice)
                 like, step = shapes, step + 1
             missing = left - len(part)
@@ -264,11 +311,17 @@ def _ahead(batches: Iterator[Any], count: int) -> "Future[list[Any]]":
     found: Future[list[Any]] = Future()
 
     def copied(leaf: Any) -> Any:  # an iterator may overwrite it
-        return np.array(leaf) if hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array) else leaf
+        return (
+            np.array(leaf)
+            if hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array)
+            else leaf
+        )
 
     def fill() -> None:
         try:
-            found.set_result([jax.tree.map(copied, batch) for batch in itertools.islice(batches, count)])
+            found.set_result(
+                [jax.tree.map(copied, batch) for batch in itertools.islice(batches, count)]
+            )
         except BaseException as error:
             found.set_exception(error)
 
@@ -310,7 +363,9 @@ def as_arrays(name: str, tree: Any, first: str, *, finite: bool = False) -> Any:
     def one(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float, complex, str, bytes)):
             came = f"{describe(leaf)} at {name}{jax.tree_util.keystr(path)}"
-            checks.fail_kind(name, f"hold arrays, {first} first", came, "numpy.asarray converts a list")
+            checks.fail_kind(
+                name, f"hold arrays, {first} first", came, "numpy.asarray converts a list"
+            )
         place = f"{name}{jax.tree_util.keystr(path)}"
         if isinstance(leaf, jax.Array) and number_kind(leaf.dtype) == "key":
             return leaf
@@ -329,7 +384,11 @@ def leading_size(name: str, tree: Any, axis: int = 0) -> int:
     """Return the length of an axis in all arrays; raise with the array that differs."""
     meaning = "second" if axis else "leading"
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    sizes = {jax.tree_util.keystr(path): np.shape(x)[axis : axis + 1] for path, x in leaves if eqx.is_array(x)}
+    sizes = {
+        jax.tree_util.keystr(path): np.shape(x)[axis : axis + 1]
+        for path, x in leaves
+        if eqx.is_array(x)
+    }
     if not sizes:
         checks.fail(name, "hold at least one array", "none")
     first_path, first = next(iter(sizes.items()))

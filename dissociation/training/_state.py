@@ -65,7 +65,9 @@ class State(eqx.Module):
     def replace(self, **changes: Any) -> "State":
         """Return the state with changed `model`, `aux`, `opt_state`, `hyperparams` or `step`."""
         for name in changes:
-            checks.check_choice("changes", name, ("model", "aux", "opt_state", "hyperparams", "step"))
+            checks.check_choice(
+                "changes", name, ("model", "aux", "opt_state", "hyperparams", "step")
+            )
         if "model" in changes:
             arrays, static = eqx.partition(changes.pop("model"), eqx.is_array)
             changes |= {"arrays": arrays, "static": Static(static)}
@@ -91,14 +93,15 @@ class Step(eqx.Module):
         """Return the state before training.
 
         Args:
-            model: One network, any PyTree with at least one array; half-precision floats become float32.
-                `eqx.filter_vmap(step.init)` returns stacked states of stacked models.
+            model: One network, any PyTree with at least one array; half-precision floats become
+                float32. `eqx.filter_vmap(step.init)` returns stacked states of stacked models.
             aux: PyTree that the loss gets and returns beside the model.
-            hyperparams: PyTree of numbers or arrays, the argument of an `optimizer` that is a function.
+            hyperparams: PyTree of numbers or arrays, the argument of an `optimizer` that is a
+                function.
 
         Raises:
-            TypeError: If the optimiser is a function and `hyperparams` is None, or the reverse, or the model holds
-                complex numbers.
+            TypeError: If the optimiser is a function and `hyperparams` is None, or the reverse, or
+                the model holds complex numbers.
         """
         return self.start(checked_models(model), *jax.tree.map(jnp.asarray, (aux, hyperparams)))
 
@@ -112,7 +115,9 @@ class Step(eqx.Module):
 
     def __call__(self, state: State, batch: PyTree, key: PRNGKey) -> tuple[State, Info]:
         """Return the state after one update, and the `Info`; `key` goes to the loss."""
-        advice = "With an `aux` it is loss(model, aux, batch, key), without one loss(model, batch, key)"
+        advice = (
+            "With an `aux` it is loss(model, aux, batch, key), without one loss(model, batch, key)"
+        )
         carried = [] if state.aux is None else ["aux"]
         checks.check_call("loss", self.loss, ("model", *carried, "batch", "key"), advice)
         arrays, rest = eqx.partition(state.model, eqx.is_inexact_array)
@@ -145,22 +150,33 @@ class Step(eqx.Module):
             # A copy, because an `eqx.nn.State` can be used only once and the caller still needs it.
             out = self.loss(model, jax.tree.map(lambda leaf: leaf, aux), batch, key)
             if not isinstance(out, tuple) or len(out) not in (2, 3):
-                wanted = "return a scalar and the new `aux`, or these and metrics, if a state has an `aux`"
+                wanted = (
+                    "return a scalar and the new `aux`, or these and metrics, if a state "
+                    "has an `aux`"
+                )
                 checks.fail("loss", wanted, type(out).__name__)
             value, new, metrics = out if len(out) == 3 else (*out, None)
             aux = _same_structure(new, aux, "loss", "aux")
         if getattr(value, "shape", None) != ():
             got = f"shape {np.shape(value)}" if hasattr(value, "shape") else value
-            checks.fail("loss", "return a scalar for one member and one batch, or a tuple that begins with it", got)
+            checks.fail(
+                "loss",
+                "return a scalar for one member and one batch, or a tuple that begins with it",
+                got,
+            )
         return value, (aux, jax.tree.map(jnp.asarray, metrics))
 
-    def _accumulate(self, slopes: Callable[..., Any], arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
+    def _accumulate(
+        self, slopes: Callable[..., Any], arrays: Any, aux: Any, batch: Any, key: Any
+    ) -> Any:
         """Return what `slopes` does: means over micro-batches, each with the `aux` of the previous one."""
         count = self.micro_batches
         for leaf in jax.tree.leaves(batch):
             if not leaf.ndim or leaf.shape[0] % count:
                 advice = "Give a batch size that `micro_batches` divides, and drop the remainder"
-                checks.fail("micro_batches", f"divide every batch (shape {leaf.shape})", count, advice)
+                checks.fail(
+                    "micro_batches", f"divide every batch (shape {leaf.shape})", count, advice
+                )
         parts = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), batch)
 
         def one(aux: Any, part: Any) -> Any:
@@ -185,15 +201,18 @@ def make_step(
     The gradient is with respect to every inexact array of the model; other arrays do not change.
 
     Args:
-        loss: `loss(model, batch, key)` of one network: a scalar, or a scalar and metrics (any PyTree of arrays). If the
-            state has an `aux`, `loss(model, aux, batch, key)`: a scalar and the new `aux`, or these and metrics.
-        optimizer: Optax transformation, or a function from a state's `hyperparams` to one. The update also gets
-            `value`, `grad` and `value_fn`, as `optax.lbfgs` and `optax.contrib.reduce_on_plateau` need: the loss, its
-            gradient, and the loss of other parameters on the same batch with the same key.
-        after_update: Function from the updated state to the final one, by `State.replace`: a projection of the model on
-            a constraint, an ascent of multipliers in `aux`, an average of weights.
-        micro_batches: Number of parts of every batch, each with its own key, over which gradients, losses and metrics
-            are averaged: for batches too large for the memory.
+        loss: `loss(model, batch, key)` of one network: a scalar, or a scalar and metrics (any
+            PyTree of arrays). If the state has an `aux`, `loss(model, aux, batch, key)`: a scalar
+            and the new `aux`, or these and metrics.
+        optimizer: Optax transformation, or a function from a state's `hyperparams` to one. The
+            update also gets `value`, `grad` and `value_fn`, as `optax.lbfgs` and
+            `optax.contrib.reduce_on_plateau` need: the loss, its gradient, and the loss of other
+            parameters on the same batch with the same key.
+        after_update: Function from the updated state to the final one, by `State.replace`: a
+            projection of the model on a constraint, an ascent of multipliers in `aux`, an average
+            of weights.
+        micro_batches: Number of parts of every batch, each with its own key, over which gradients,
+            losses and metrics are averaged: for batches too large for the memory.
 
     Returns:
         The step; `step.init(model)` returns the state before training.
@@ -253,7 +272,10 @@ def checked_models(models: Any) -> Any:
 
     def one(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, eqx.nn.State):
-            advice = "Pass models alone and their states as `aux`: the optimiser would change running statistics"
+            advice = (
+                "Pass models alone and their states as `aux`: the optimiser would change "
+                "running statistics"
+            )
             checks.fail_kind("models", "hold parameters", "an eqx.nn.State among them", advice)
         if not isinstance(leaf, np.ndarray) and not eqx.is_inexact_array(leaf):
             return leaf
@@ -262,13 +284,26 @@ def checked_models(models: Any) -> Any:
         check_fits(place, array)
         return to_device(as_numbers(place, array, frozenset({"bool", "int", "float"})))
 
-    return jax.tree_util.tree_map_with_path(one, models, is_leaf=lambda leaf: isinstance(leaf, eqx.nn.State))
+    return jax.tree_util.tree_map_with_path(
+        one, models, is_leaf=lambda leaf: isinstance(leaf, eqx.nn.State)
+    )
 
 
 def _same_structure(new: Any, old: Any, name: str, what: str) -> Any:
     """Return `new`; raise unless its arrays have the shapes and dtypes of `old`."""
-    shapes = [[(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))] for tree in (new, old)]
+    shapes = [
+        [(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))]
+        for tree in (new, old)
+    ]
     if jax.tree.structure(new) != jax.tree.structure(old) or shapes[0] != shapes[1]:
-        came = type(new).__name__ if type(new) is not type(old) else f"arrays of {str(shapes[0])[:200]}"
-        checks.fail(name, f"return {what} as it was: a {type(old).__name__}, arrays of {str(shapes[1])[:200]}", came)
+        came = (
+            type(new).__name__
+            if type(new) is not type(old)
+            else f"arrays of {str(shapes[0])[:200]}"
+        )
+        checks.fail(
+            name,
+            f"return {what} as it was: a {type(old).__name__}, arrays of {str(shapes[1])[:200]}",
+            came,
+        )
     return new

@@ -22,7 +22,9 @@ MANIFEST = "sweep.json"
 
 
 @contextmanager
-def opened(folder: str | Path | None, identity: dict[str, Any], fresh: bool) -> Iterator["SweepFolder"]:
+def opened(
+    folder: str | Path | None, identity: dict[str, Any], fresh: bool
+) -> Iterator["SweepFolder"]:
     """Lock the folder of a sweep, and yield it with its manifest."""
     if folder is None:
         yield SweepFolder(None, {"identity": identity}, {})
@@ -54,7 +56,9 @@ def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, 
             raise ValueError(f"its format is {manifest.get('format')}, not {FORMAT}")
     if different := [name for name in identity if stored.get(name) != identity[name]]:
         differ = checks.that_differ(different)
-        raise files.RefusedFile(f"`folder` must hold the same sweep, got {folder}, whose {differ}. {advice}")
+        raise files.RefusedFile(
+            f"`folder` must hold the same sweep, got {folder}, whose {differ}. {advice}"
+        )
     return manifest
 
 
@@ -87,7 +91,10 @@ class SweepFolder(NamedTuple):
                 files.write_bytes(self.path / MANIFEST, (json.dumps(self.manifest) + "\n").encode())
         plan = plan_of(self.manifest)
         if num_groups is not None and len(plan.groups) < num_groups:
-            wanted, got = f"have a plan of at least {num_groups} groups", f"{self.path} of {len(plan.groups)}"
+            wanted, got = (
+                f"have a plan of at least {num_groups} groups",
+                f"{self.path} of {len(plan.groups)}",
+            )
             checks.fail("folder", wanted, got, "Leave out `num_groups`, or pass fresh=True")
         return plan
 

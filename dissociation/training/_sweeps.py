@@ -19,12 +19,12 @@ from dissociation._core.validation import validated
 class Grid:
     """Product of named axes: members in the order of `itertools.product`, the last axis fastest.
 
-    Seeds are an axis like any other. `Grid.zipped` makes one axis of several quantities that vary together, and `first
-    * second` the product of two grids.
+    Seeds are an axis like any other. `Grid.zipped` makes one axis of several quantities that vary
+    together, and `first * second` the product of two grids.
 
     Args:
-        **axes: Values of each quantity, at least one and without repetition: numbers, or text (the name of an
-            optimiser).
+        **axes: Values of each quantity, at least one and without repetition: numbers, or text (the
+            name of an optimiser).
 
     Raises:
         ValueError: If there is no axis, or an axis has no values, NaN, or a repeated value.
@@ -53,7 +53,8 @@ class Grid:
         """Return a grid of one axis, along which several quantities vary together.
 
         Raises:
-            ValueError: If the quantities differ in their number of values, or two members are equal.
+            ValueError: If the quantities differ in their number of values, or two members are
+                equal.
 
         Example:
             >>> (Grid.zipped(width=[8, 64], rate=[0.1, 0.01]) * Grid(seed=[0, 1])).axes
@@ -66,7 +67,9 @@ class Grid:
     def __mul__(self, other: "Grid") -> "Grid":
         if not isinstance(other, Grid):
             return NotImplemented
-        checks.check_distinct("axes", [name for part in (*self._parts, *other._parts) for name in part])
+        checks.check_distinct(
+            "axes", [name for part in (*self._parts, *other._parts) for name in part]
+        )
         return _of_parts((*self._parts, *other._parts))
 
     @property
@@ -85,7 +88,9 @@ class Grid:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the quantities of every member, by name."""
         values = self.values
-        return ({name: column[i].item() for name, column in values.items()} for i in range(len(self)))
+        return (
+            {name: column[i].item() for name, column in values.items()} for i in range(len(self))
+        )
 
     def __repr__(self) -> str:
         return f"Grid({', '.join(f'{name}: {size}' for name, size in zip(self.axes, self.shape, strict=True))})"
@@ -95,7 +100,9 @@ class Grid:
         """Return every quantity by member, [members] each."""
         return {
             name: values[place]
-            for part, place in zip(self._parts, np.unravel_index(np.arange(len(self)), self.shape), strict=True)
+            for part, place in zip(
+                self._parts, np.unravel_index(np.arange(len(self)), self.shape), strict=True
+            )
             for name, values in part.items()
         }
 
@@ -123,15 +130,23 @@ class Grid:
         for name in names:
             checks.check_choice("names", name, values)
             if values[name].dtype.kind not in "fiub":
-                checks.fail_kind("names", "name quantities that are numbers", f"{name!r}, which is text")
+                checks.fail_kind(
+                    "names", "name quantities that are numbers", f"{name!r}, which is text"
+                )
             with np.errstate(over="ignore", under="ignore"):
                 chosen[name] = to_device(values[name], float)
             found, exact = np.asarray(chosen[name], np.float64), values[name].astype(np.float64)
-            rounding = 0 if values[name].dtype.kind in "iu" else 2 * float(jnp.finfo(chosen[name].dtype).eps)
+            rounding = (
+                0
+                if values[name].dtype.kind in "iu"
+                else 2 * float(jnp.finfo(chosen[name].dtype).eps)
+            )
             near = np.allclose(found, exact, rtol=rounding, atol=0)
             if not near or len(np.unique(found)) < len(np.unique(values[name])):
                 got = f"{name!r}, {values[name]} in {chosen[name].dtype}"
-                checks.fail("names", "name quantities that floats distinguish", got, "Enable jax_enable_x64")
+                checks.fail(
+                    "names", "name quantities that floats distinguish", got, "Enable jax_enable_x64"
+                )
         return chosen
 
     @validated
@@ -169,7 +184,11 @@ class Grid:
 
         def one(leaf: Any) -> Any:
             if np.shape(leaf)[:1] != (len(self),):
-                checks.fail("tree", f"hold arrays of {len(self)} members, one for each of {self}", np.shape(leaf))
+                checks.fail(
+                    "tree",
+                    f"hold arrays of {len(self)} members, one for each of {self}",
+                    np.shape(leaf),
+                )
             return leaf.reshape(*self.shape, *leaf.shape[1:])
 
         if not any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree)):
@@ -183,7 +202,8 @@ class Grid:
             name: Axis of a single quantity, such as the width.
 
         Returns:
-            For every value of the axis, the value and the grid of the other axes (None if there is none).
+            For every value of the axis, the value and the grid of the other axes (None if there is
+            none).
 
         Example:
             >>> [(width, len(grid)) for width, grid in Grid(width=[8, 64], seed=[0, 1, 2]).split("width")]
@@ -199,18 +219,24 @@ class Grid:
 
         Args:
             name: Name of the axis.
-            results: One PyTree per value of the axis, of equal shapes, with the group's members first.
+            results: One PyTree per value of the axis, of equal shapes, with the group's members
+                first.
         """
         (_, rest), *others = self.split(name)
         checks.check_same_length(name, len(others) + 1, "results", len(results), "groups")
         kinds = [jax.tree.map(np.shape, result) for result in results]
         for place, kind in enumerate(kinds):
             if kind != kinds[0]:
-                checks.fail(f"results[{place}]", f"have the arrays of `results[0]`, {kinds[0]}", kind)
+                checks.fail(
+                    f"results[{place}]", f"have the arrays of `results[0]`, {kinds[0]}", kind
+                )
         axis = self.axes.index(name)
 
         def one(*leaves: Any) -> np.ndarray:
-            parts = [rest.unflatten(np.asarray(leaf)) if rest else np.reshape(leaf, leaf.shape[1:]) for leaf in leaves]
+            parts = [
+                rest.unflatten(np.asarray(leaf)) if rest else np.reshape(leaf, leaf.shape[1:])
+                for leaf in leaves
+            ]
             return np.stack(parts, axis).reshape(len(self), *leaves[0].shape[1:])
 
         return jax.tree.map(one, *results)
@@ -241,7 +267,11 @@ def _part(quantities: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
 
 def _values(name: str, values: Any) -> np.ndarray:
     """Return the values of an axis: numbers or text."""
-    if isinstance(values, (list, tuple)) and values and all(isinstance(value, str) for value in values):
+    if (
+        isinstance(values, (list, tuple))
+        and values
+        and all(isinstance(value, str) for value in values)
+    ):
         return np.asarray(values)
     given = as_array(name, values, "numbers or text")
     array = np.asarray(as_numbers(name, given, frozenset({"bool", "int", "float"})))

@@ -1,7 +1,7 @@
 """Traced programs, which are equal if their operations are.
 
-JAX compiles again for every function object, and `optax.adam(1e-3)` returns new functions at every call. Equal traces
-share a compiled program, and identify the program of a checkpoint.
+JAX compiles again for every function object, and `optax.adam(1e-3)` returns new functions at every
+call. Equal traces share a compiled program, and identify the program of a checkpoint.
 """
 
 import enum
@@ -32,9 +32,9 @@ IRRELEVANT = {
 class Code:
     """Operations of a traced function, without its arrays. Two codes are equal if their operations are equal.
 
-    `digest` is the same in every process. An object without canonical text, such as the function behind a callback, is
-    in the digest by its name; equality compares the object itself. `primitives` holds the names of the operations,
-    those in sub-jaxprs included.
+    `digest` is the same in every process. An object without canonical text, such as the function
+    behind a callback, is in the digest by its name; equality compares the object itself.
+    `primitives` holds the names of the operations, those in sub-jaxprs included.
     """
 
     def __init__(self, jaxpr: jex.Jaxpr, in_tree: Any, out_tree: Any):
@@ -66,13 +66,18 @@ class Traced(eqx.Module):
         closed = jex.ClosedJaxpr(self.code.jaxpr, self.consts)
         results = zip(jex.jaxpr_as_fun(closed)(*jax.tree.leaves(args)), self._avals, strict=True)
         # A constant result is a number.
-        outs = [out if isinstance(out, jax.Array) else jnp.asarray(out, aval.dtype) for out, aval in results]
+        outs = [
+            out if isinstance(out, jax.Array) else jnp.asarray(out, aval.dtype)
+            for out, aval in results
+        ]
         return self.code.out_tree.unflatten(outs)
 
     @property
     def out(self) -> Any:
         """Return the shapes and dtypes of the result."""
-        return self.code.out_tree.unflatten([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals])
+        return self.code.out_tree.unflatten(
+            [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals]
+        )
 
     @property
     def weak(self) -> bool:
@@ -119,7 +124,9 @@ class _Description:
 
         def used(atoms: Any) -> str:
             literal = lambda atom: f"{self.of(np.asarray(atom.val))}:{atom.aval!r}"  # noqa: E731
-            return " ".join(literal(atom) if isinstance(atom, jex.Literal) else names[atom] for atom in atoms)
+            return " ".join(
+                literal(atom) if isinstance(atom, jex.Literal) else names[atom] for atom in atoms
+            )
 
         lines = [bound(jaxpr.constvars), bound(jaxpr.invars)]
         for equation in jaxpr.eqns:
@@ -127,9 +134,16 @@ class _Description:
             self.primitives.add(operation)
             arguments = used(equation.invars)  # first, because results get new names
             skipped = IRRELEVANT.get(operation, ())
-            params = [f"{k}={self.of(v)}" for k, v in sorted(equation.params.items()) if k not in skipped]
-            setting = [getattr(equation.ctx, k, None) for k in ("compute_type", "threefry_partitionable")]
-            lines.append(f"{bound(equation.outvars)} = {operation} {arguments} [{', '.join(params)}] {setting}")
+            params = [
+                f"{k}={self.of(v)}" for k, v in sorted(equation.params.items()) if k not in skipped
+            ]
+            setting = [
+                getattr(equation.ctx, k, None) for k in ("compute_type", "threefry_partitionable")
+            ]
+            lines.append(
+                f"{bound(equation.outvars)} = {operation} {arguments} [{', '.join(params)}] "
+                f"{setting}"
+            )
         return "\n".join([*lines, used(jaxpr.outvars)])
 
     def of(self, value: Any) -> str:
@@ -139,9 +153,13 @@ class _Description:
             return f"{{{self._once(value)}}}"
         if isinstance(value, jax.Array):
             return checkpoints.fingerprint(value)
-        if hasattr(value, "__array__") and not isinstance(value, type):  # NumPy's arrays, and JAX's kind of them
+        if hasattr(value, "__array__") and not isinstance(
+            value, type
+        ):  # NumPy's arrays, and JAX's kind of them
             return checkpoints.fingerprint(np.asarray(value))
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.dtype | enum.Enum):
+        if value is None or isinstance(
+            value, bool | int | float | complex | str | bytes | np.dtype | enum.Enum
+        ):
             return f"{type(value).__name__}:{value!r}"
         if isinstance(value, type):
             return f"{value.__module__}.{value.__qualname__}"
@@ -155,5 +173,8 @@ class _Description:
     def _once(self, jaxpr: jex.Jaxpr) -> str:
         """Return the digest of a sub-jaxpr, which often occurs several times."""
         if id(jaxpr) not in self._known:
-            self._known[id(jaxpr)] = jaxpr, _digest(self.of_jaxpr(jaxpr))  # kept alive, so that its `id` stays unique
+            self._known[id(jaxpr)] = (
+                jaxpr,
+                _digest(self.of_jaxpr(jaxpr)),
+            )  # kept alive, so that its `id` stays unique
         return self._known[id(jaxpr)][1]

@@ -11,7 +11,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import WrongValue, check_choice, check_classes, check_count, fail, fail_kind
+from dissociation._core.checks import (
+    WrongValue,
+    check_choice,
+    check_classes,
+    check_count,
+    fail,
+    fail_kind,
+)
 from dissociation._core.conversion import as_examples
 from dissociation._core.types import InTime, PRNGKey
 from dissociation._core.validation import validated
@@ -19,12 +26,19 @@ from dissociation.training._fitting import FitResult, fit
 from dissociation.training._records import Save
 from dissociation.training._samplers import Epochs
 from dissociation.training._state import make_step
-from koopman._encoders._losses import autoencoder_loss, dpnets_loss, spectral_contrastive_loss, vamp_loss
+from koopman._encoders._losses import (
+    autoencoder_loss,
+    dpnets_loss,
+    spectral_contrastive_loss,
+    vamp_loss,
+)
 from koopman._encoders._networks import Autoencoder, FeatureMap, build_network, first_line
 from koopman._operators._pairs import lagged_pairs
 
 States = Float[Array | np.ndarray, "n *state"]
-Trajectories = Annotated[Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]], InTime()]
+Trajectories = Annotated[
+    Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]], InTime()
+]
 
 FIT_OPTIONS = ("hyperparams", "callbacks", "checkpoint", "mesh", "member_map", "same_program")
 """Options of `training.fit` that `train_encoders` passes on."""
@@ -37,7 +51,10 @@ ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
 """Losses of features now and one lag later: VAMP-2 and DPNets without centring, spectral contrastive."""
 
 LOSSES = (*ENCODER_LOSSES, "reconstruction", "classes")
-EXAMPLE = "train_encoders(lambda key: FeatureMap(5, key=key), 'vamp', lagged_pairs(trajectories), key=key)"
+EXAMPLE = (
+    "train_encoders(lambda key: FeatureMap(5, key=key), 'vamp', "
+    "lagged_pairs(trajectories), key=key)"
+)
 
 
 @validated
@@ -62,18 +79,24 @@ def reconstruction_loss(model: Autoencoder, x: States, y: States) -> Float[Array
     evolved = now @ model.matrix()
     states = jax.vmap(model.decoder)(jnp.concatenate([now, evolved]))
     spread = jnp.mean(jnp.var(later, 0))
-    # With r = 1, as published, features shrink until the latent step has no weight, because the decoder can undo that.
+    # With r = 1, as published, features shrink until the latent step has no weight, because the
+    # decoder can undo that.
     ratio = jnp.where(spread > 0, jnp.mean(jnp.var(y, 0)) / jnp.where(spread > 0, spread, 1.0), 0.0)
-    return autoencoder_loss(x, y, states[: len(x)], later, evolved, states[len(x) :], alpha_lin=ratio)
+    return autoencoder_loss(
+        x, y, states[: len(x)], later, evolved, states[len(x) :], alpha_lin=ratio
+    )
 
 
-# A module, because equal modules are equal, unlike closures, so that a second training does not compile.
+# A module, because equal modules are equal, unlike closures, so that a second training does not
+# compile.
 class _Loss(eqx.Module):
     kind: str = eqx.field(static=True)
 
     def __call__(self, model: Any, batch: tuple[Array, Array], key: Array) -> Array:
         if self.kind == "classes":
-            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(encode(model, batch[0]), batch[1]))
+            return jnp.mean(
+                optax.softmax_cross_entropy_with_integer_labels(encode(model, batch[0]), batch[1])
+            )
         if self.kind == "reconstruction":
             return reconstruction_loss(model, *batch)
         return pair_loss(self.kind, model, *batch)
@@ -104,22 +127,25 @@ def train_encoders(
     """Train networks of many seeds on pairs of states one lag apart, or on states and their classes.
 
     Args:
-        model: Function from a key to a network, or a network with the initial weights of every seed: a `FeatureMap` for
-            "vamp", "contrastive" (see there for the norm) and "dpnets", an `Autoencoder` for "reconstruction", and for
-            "classes" any network from one state to logits.
-        loss: "vamp", "contrastive", "dpnets", "reconstruction" (`autoencoder_loss`, with the latent step in units of
-            the states), "classes" (cross entropy), or a function of a network, a batch of `data`, and a key.
-        data: Pairs of states (x, y), as of `lagged_pairs`, or (states, classes): samples first, finite.
+        model: Function from a key to a network, or a network with the initial weights of every
+            seed: a `FeatureMap` for "vamp", "contrastive" (see there for the norm) and "dpnets", an
+            `Autoencoder` for "reconstruction", and for "classes" any network from one state to
+            logits.
+        loss: "vamp", "contrastive", "dpnets", "reconstruction" (`autoencoder_loss`, with the latent
+            step in units of the states), "classes" (cross entropy), or a function of a network, a
+            batch of `data`, and a key.
+        data: Pairs of states (x, y), as of `lagged_pairs`, or (states, classes): samples first,
+            finite.
         key: Key of every seed's network, and of the order of batches, which all seeds share.
-        optimizer: Optax transformation, or with the option `hyperparams` a function of one seed's to one. Default:
-            AdamW of rate 2e-3 and weight decay 0.01. Above 1e-3 an autoencoder's convolutional encoder may end with all
-            units inactive.
+        optimizer: Optax transformation, or with the option `hyperparams` a function of one seed's
+            to one. Default: AdamW of rate 2e-3 and weight decay 0.01. Above 1e-3 an autoencoder's
+            convolutional encoder may end with all units inactive.
         num_seeds: Number of networks.
         num_epochs: Passes over the data.
         batch_size: Samples in a batch. The last batch of an epoch may be smaller.
         validation: Other data. Their loss, of all samples at once, is observed after every epoch.
-        **options: Options of `dissociation.training.fit`, `hyperparams`, `callbacks`, `checkpoint`, `mesh`,
-            `member_map`, `same_program`.
+        **options: Options of `dissociation.training.fit`, `hyperparams`, `callbacks`, `checkpoint`,
+            `mesh`, `member_map`, `same_program`.
 
     Returns:
         Result of `fit`; `history.observed` is the validation loss, [seeds, epochs + 1], if any.
@@ -134,11 +160,22 @@ def train_encoders(
     for name in options:
         if name not in FIT_OPTIONS:
             advice = f"Settings of networks are arguments of `model`, as in {EXAMPLE}"
-            fail_kind(name, f"be left out, or be one of {', '.join(FIT_OPTIONS)}", "an unknown option", advice)
+            fail_kind(
+                name,
+                f"be left out, or be one of {', '.join(FIT_OPTIONS)}",
+                "an unknown option",
+                advice,
+            )
     if isinstance(loss, str):
         check_choice("loss", loss, LOSSES)
-    seeds, data = check_count("num_seeds", num_seeds, minimum=1), as_examples("data", data, finite=True)
-    build, call = partial(build_network, "model", model), _Loss(loss) if isinstance(loss, str) else loss
+    seeds, data = (
+        check_count("num_seeds", num_seeds, minimum=1),
+        as_examples("data", data, finite=True),
+    )
+    build, call = (
+        partial(build_network, "model", model),
+        _Loss(loss) if isinstance(loss, str) else loss,
+    )
     made = eqx.filter_eval_shape(lambda k: build(key=k), key)
     _check_batches(call, made, data, batch_size)
     if loss == "classes":
@@ -147,16 +184,20 @@ def train_encoders(
     if validation is not None:
         validation = as_examples("validation", validation, finite=True)
         number = len(jax.tree.leaves(validation)[0])
-        _check_batch("validation", "be like `data`, and enough for `loss`", call, made, validation, number)
+        _check_batch(
+            "validation", "be like `data`, and enough for `loss`", call, made, validation, number
+        )
         observe = _Validation(call, validation)
-    # With the published loss, PyTorch's initial weights and a rate of 2e-3, most rectified units of an autoencoder's
-    # convolutional encoder were inactive after 20 steps. With weights of variance 1/fan_in and the published rate they
-    # stay active.
+    # With the published loss, PyTorch's initial weights and a rate of 2e-3, most rectified units of
+    # an autoencoder's convolutional encoder were inactive after 20 steps. With weights of variance
+    # 1/fan_in and the published rate they stay active.
     optimizer = optax.adamw(2e-3, weight_decay=0.01) if optimizer is None else optimizer
     build_key, fit_key = jax.random.split(key)
     models = eqx.filter_vmap(lambda k: build(key=k))(jax.random.split(build_key, seeds))
     step, sampler = make_step(call, optimizer), Epochs(data, batch_size)
-    return fit(models, step, sampler, num_epochs=num_epochs, key=fit_key, save=Save(observe), **options)
+    return fit(
+        models, step, sampler, num_epochs=num_epochs, key=fit_key, save=Save(observe), **options
+    )
 
 
 @validated
@@ -174,16 +215,18 @@ def validation_loss(
     Args:
         kind: "vamp", "contrastive" or "dpnets".
         model: One feature map.
-        trajectories: One trajectory [time, ...], a list of trajectories of any lengths, or one array with
-            `trajectory_axis`; states of any shape. A list of rows of numbers is one trajectory.
+        trajectories: One trajectory [time, ...], a list of trajectories of any lengths, or one
+            array with `trajectory_axis`; states of any shape. A list of rows of numbers is one
+            trajectory.
         lag: Steps between the two states of a pair.
-        trajectory_axis: Axis of trajectories of equal length in one array; the first other axis is time.
-        batch_size: Pairs in a batch, in order; None for all. The last batch may be smaller, and has the same weight.
-            The mean over batches is lower than the loss of all.
+        trajectory_axis: Axis of trajectories of equal length in one array; the first other axis is
+            time.
+        batch_size: Pairs in a batch, in order; None for all. The last batch may be smaller, and has
+            the same weight. The mean over batches is lower than the loss of all.
 
     Raises:
-        ValueError: If `model` is a stack, no trajectory has a pair at this lag, or a batch has fewer pairs than the
-            loss needs.
+        ValueError: If `model` is a stack, no trajectory has a pair at this lag, or a batch has
+            fewer pairs than the loss needs.
     """
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
     _check_one(model)
@@ -193,18 +236,27 @@ def validation_loss(
     x, y = pairs = lagged_pairs(given, lag, trajectory_axis=trajectory_axis)
     size = len(x) if batch_size is None else batch_size
     _check_batches(_Loss(kind), model, pairs, size)
-    # The contrastive loss omits i = j, a pair of one class, which matters more in small batches: with five classes a
-    # fraction (12.8 - 1) / 63 = 0.187 of the pairs in a batch of 64 share their class, and 0.199 of 999. Noisier
-    # covariances raise VAMP.
+    # The contrastive loss omits i = j, a pair of one class, which matters more in small batches:
+    # with five classes a fraction (12.8 - 1) / 63 = 0.187 of the pairs in a batch of 64 share their
+    # class, and 0.199 of 999. Noisier covariances raise VAMP.
     starts = range(0, len(x), size)
-    return jnp.mean(jnp.stack([pair_loss(kind, model, x[i : i + size], y[i : i + size]) for i in starts]))
+    return jnp.mean(
+        jnp.stack([pair_loss(kind, model, x[i : i + size], y[i : i + size]) for i in starts])
+    )
 
 
 def _check_one(model: Any) -> None:
     """Raise if a feature map or an autoencoder is a stack."""
-    weight = {FeatureMap: lambda m: m.lagged_head.weight, Autoencoder: lambda m: m.dynamics}.get(type(model))
+    weight = {FeatureMap: lambda m: m.lagged_head.weight, Autoencoder: lambda m: m.dynamics}.get(
+        type(model)
+    )
     if weight is not None and np.ndim(weight(model)) > 2:
-        fail("model", "be one model", f"{len(weight(model))} stacked ones", "Take one of them: `member(models, 0)`")
+        fail(
+            "model",
+            "be one model",
+            f"{len(weight(model))} stacked ones",
+            "Take one of them: `member(models, 0)`",
+        )
 
 
 def _check_batches(loss: Callable[..., Any], model: Any, data: Any, batch_size: int) -> None:
@@ -213,12 +265,18 @@ def _check_batches(loss: Callable[..., Any], model: Any, data: Any, batch_size: 
     number = len(jax.tree.leaves(data)[0])
     _check_batch("model", "fit `data` and `loss`", loss, model, data, number)
     wanted = f"leave enough samples for every batch, of {number} in all"
-    _check_batch("batch_size", wanted, loss, model, data, number % batch_size or min(batch_size, number))
+    _check_batch(
+        "batch_size", wanted, loss, model, data, number % batch_size or min(batch_size, number)
+    )
 
 
-def _check_batch(name: str, wanted: str, loss: Callable[..., Any], model: Any, data: Any, size: int) -> None:
+def _check_batch(
+    name: str, wanted: str, loss: Callable[..., Any], model: Any, data: Any, size: int
+) -> None:
     """Raise unless the loss takes a batch of this size, by abstract evaluation."""
-    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), data)
+    batch = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), data
+    )
     try:
         eqx.filter_eval_shape(loss, model, batch, jax.eval_shape(jax.random.key, 0))
     except Exception as error:  # any error of the network or of the loss is about the batch

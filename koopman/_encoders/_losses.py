@@ -22,14 +22,17 @@ Loss = Float[Array, ""]
 
 
 @validated
-def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covariances: bool = True) -> Loss:
+def vamp_loss(
+    x: Features, y: Features, *, schatten_norm: int = 2, center_covariances: bool = True
+) -> Loss:
     """Return minus the VAMP-p score, a measure of how well features determine the next ones linearly.
 
         -sum_i s_i^p,     s_i the singular values of C_x^{-1/2} C_xy C_y^{-1/2},     p in {1, 2}
 
-    The s_i are the canonical correlations of x and y, invariant to linear maps of the features. Uncentred, a constant
-    function in their span counts. Centred and with p = 2, n independent pairs score d^2 / (n - 1) on average.
-    Directions of a covariance below a relative cut-off (3e-6 in float32) are omitted, with finite gradients.
+    The s_i are the canonical correlations of x and y, invariant to linear maps of the features.
+    Uncentred, a constant function in their span counts. Centred and with p = 2, n independent pairs
+    score d^2 / (n - 1) on average. Directions of a covariance below a relative cut-off (3e-6 in
+    float32) are omitted, with finite gradients.
 
     Args:
         x: Features of the states, [n, d].
@@ -41,14 +44,15 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
         Number from -d to 0.
 
     Warns:
-        UserWarning: As the other losses of uncentred features: if the variance of a known feature is below the rounding
-            of its squared mean.
+        UserWarning: As the other losses of uncentred features: if the variance of a known feature
+            is below the rounding of its squared mean.
 
     Raises:
         ValueError: If n <= d + 1 (n <= d uncentred).
 
     References:
-        Wu and Noe (2020), Variational approach for learning Markov processes from time series data, VAMP-r score.
+        Wu and Noe (2020), Variational approach for learning Markov processes from time series data,
+        VAMP-r score.
 
     >>> states = jnp.tile(jnp.eye(5), (2, 1))
     >>> vamp_loss(states, jnp.roll(states, 1, axis=0), center_covariances=False).round(4)
@@ -84,12 +88,13 @@ def vamp_score(
 ) -> Loss:
     """Return the cross-validated VAMP-p score of functions fitted on `x, y`, on test data.
 
-    With u, v the leading `rank` pairs of singular functions (linear in the features) on the training pairs,
+    With u, v the leading `rank` pairs of singular functions (linear in the features) on the
+    training pairs,
 
         | (u^T C_x u)^{-1/2} (u^T C_xy v) (v^T C_y v)^{-1/2} |_p^p,     C the covariances of the test pairs.
 
-    At full rank and with regular training covariances this is minus `vamp_loss` of the test data: pass a rank below d
-    to test the fit.
+    At full rank and with regular training covariances this is minus `vamp_loss` of the test data:
+    pass a rank below d to test the fit.
 
     Args:
         x: Training features, [n, d].
@@ -104,7 +109,8 @@ def vamp_score(
         Number from 0 to the rank. Its derivative is in the test features, at fixed functions.
 
     Raises:
-        ValueError: If there are too few samples, as in `vamp_loss`, or too few test data for `rank` features.
+        ValueError: If there are too few samples, as in `vamp_loss`, or too few test data for `rank`
+            features.
 
     References:
         Wu and Noe (2020), see `vamp_loss`, eq. 33 of arXiv:1707.04659.
@@ -121,7 +127,9 @@ def vamp_score(
 
 
 @partial(jax.jit, static_argnames=("schatten_norm", "center", "rank"))
-def _score(x: Array, y: Array, x_test: Array, y_test: Array, schatten_norm: int, center: bool, rank: int) -> Array:
+def _score(
+    x: Array, y: Array, x_test: Array, y_test: Array, schatten_norm: int, center: bool, rank: int
+) -> Array:
     maps, cross = _whitened(x, y, center)
     left, values, right = jnp.linalg.svd(cross)
     # If covariances are deficient, functions without correlation are rounding.
@@ -130,7 +138,9 @@ def _score(x: Array, y: Array, x_test: Array, y_test: Array, schatten_norm: int,
     functions = lax.stop_gradient(product(maps, turn))
     if center:
         x_test, y_test = centre(x_test), centre(y_test)
-    return -_vamp(*(product(x_test, functions[0]), product(y_test, functions[1])), schatten_norm, center)
+    return -_vamp(
+        *(product(x_test, functions[0]), product(y_test, functions[1])), schatten_norm, center
+    )
 
 
 @validated
@@ -150,20 +160,21 @@ def dpnets_loss(
     Args:
         x: Features of the states, [n, d].
         y: Features one lag later, [n, d].
-        relaxed: If True, take the lower bound |C_xy|_F^2 / (|C_x| |C_y|) of the score, with operator norms, which needs
-            no inverse.
+        relaxed: If True, take the lower bound |C_xy|_F^2 / (|C_x| |C_y|) of the score, with
+            operator norms, which needs no inverse.
         metric_deformation: Weight of R, 2 d times the paper's, non-negative, perhaps traced.
         center_covariances: If True, the means are subtracted.
 
     Returns:
-        At least -d. Eigenvalues of a covariance below its cut-off count as d times rounding and have no gradient.
+        At least -d. Eigenvalues of a covariance below its cut-off count as d times rounding and
+        have no gradient.
 
     Raises:
         ValueError: If the score is not relaxed and there are too few samples, as in `vamp_loss`.
 
     References:
-        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
-        stochastic dynamical systems, section 3.
+        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of
+        time-homogeneous stochastic dynamical systems, section 3.
     """
     check_non_negative("metric_deformation", metric_deformation)
     if not relaxed:
@@ -182,7 +193,9 @@ def _dpnets(x: Array, y: Array, metric_deformation: Scalar, relaxed: bool, cente
     if relaxed:
         top = values_x[-1] * values_y[-1]
         loss = -jnp.sum((product(x.T, y) / x.shape[0]) ** 2) / jnp.where(top > 0, top, 1.0)
-    return loss + metric_deformation / (2 * x.shape[1]) * (_deformation(values_x) + _deformation(values_y))
+    return loss + metric_deformation / (2 * x.shape[1]) * (
+        _deformation(values_x) + _deformation(values_y)
+    )
 
 
 @validated
@@ -191,19 +204,19 @@ def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
 
         1 / (n (n - 1)) sum_{i != j} <x_i, y_j>^2  -  2 / n sum_i <x_i, y_i>
 
-    For independent pairs it is an unbiased estimate of |K - x y^T|^2 - |K|^2, K the kernel of the evolution operator.
-    Its minimum is minus the sum of the d largest squared singular values of K, at their singular functions, among which
-    the constant one counts. If one pair has a very large inner product, digits are lost.
+    For independent pairs it is an unbiased estimate of |K - x y^T|^2 - |K|^2, K the kernel of the
+    evolution operator. Its minimum is minus the sum of the d largest squared singular values of K,
+    at their singular functions, among which the constant one counts. If one pair has a very large
+    inner product, digits are lost.
 
     Args:
         x: Features of the states, [n, d], n at least 2.
         y: Features one lag later, [n, d].
 
     References:
-        HaoChen, Wei, Gaidon and Ma (2021), Provable guarantees for self-supervised deep learning with spectral
-        contrastive loss, section 3.
-        Jeong, Ryu, Yun and Wornell (2025), Efficient parametric SVD of Koopman operator for stochastic dynamical
-        systems.
+        HaoChen, Wei, Gaidon and Ma (2021), Provable guarantees for self-supervised deep learning
+        with spectral contrastive loss, section 3. Jeong, Ryu, Yun and Wornell (2025), Efficient
+        parametric SVD of Koopman operator for stochastic dynamical systems.
     """
     if x.shape[0] < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}")
@@ -248,7 +261,8 @@ def autoencoder_loss(
         alpha_pred: Weight of the prediction.
 
     References:
-        Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
+        Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear
+        dynamics.
     """
     parts = (
         ("alpha_rec", alpha_rec, x, x_rec),
@@ -264,23 +278,31 @@ def autoencoder_loss(
 
 @validated
 def energy_loss(
-    x: Features, jac: Float[Array | np.ndarray, "n d m"], *, grad_weight: Scalar = 1e-3, form: str = "energy"
+    x: Features,
+    jac: Float[Array | np.ndarray, "n d m"],
+    *,
+    grad_weight: Scalar = 1e-3,
+    form: str = "energy",
 ) -> Loss:
     """Return a loss for the generator L of a reversible diffusion, from features and their gradients.
 
-    With D = sum_k E[d_k x d_k x^T], so that <f, -L g> = E[grad f . grad g] (overdamped Langevin, unit diffusion):
+    With D = sum_k E[d_k x d_k x^T], so that <f, -L g> = E[grad f . grad g] (overdamped Langevin,
+    unit diffusion):
 
         "energy":   tr(W^2) - 2 tr(C),              W = C + a D,   C = E[x x^T],   a = grad_weight
-        "pooled":   E_{s,t} k(s, t)^2 - 2 tr(C),    k(s, t) = <x(s), x(t)> + a sum_k <d_k x(s), d_k x(t)>
+        "pooled":   E_{s,t} k(s, t)^2 - 2 tr(C),    k(s, t) = <x(s), x(t)> + a sum_k <d_k x(s), d_k
+        x(t)>
 
-    The minimum of the energy form is -sum_{i < d} (1 + a e_i)^{-2}, with the smallest eigenvalues e_i of -L; minimisers
-    span their eigenfunctions. The pooled form, kooplearn's, does not rank eigenfunctions: on an interval with
-    reflecting ends {1, cos 2t} has a lower loss than {1, cos t}. Both first terms are biased upwards, by order 1 / n.
+    The minimum of the energy form is -sum_{i < d} (1 + a e_i)^{-2}, with the smallest eigenvalues
+    e_i of -L; minimisers span their eigenfunctions. The pooled form, kooplearn's, does not rank
+    eigenfunctions: on an interval with reflecting ends {1, cos 2t} has a lower loss than {1, cos
+    t}. Both first terms are biased upwards, by order 1 / n.
 
     Args:
         x: Features of samples of the invariant distribution, [n, d].
         jac: Derivatives of the features by the m coordinates of the state, [n, d, m].
-        grad_weight: a, non-negative, in units of time, one over the shift of the resolvent; perhaps traced.
+        grad_weight: a, non-negative, in units of time, one over the shift of the resolvent; perhaps
+            traced.
         form: "energy" or "pooled".
 
     Returns:
@@ -288,8 +310,8 @@ def energy_loss(
 
     References:
         Kostic, Lounici, Halconruy, Devergne and Pontil (2024), see `fit_generator`.
-        Devergne, Kostic, Parrinello and Pontil (2024), From biased to unbiased dynamics: an infinitesimal generator
-        approach.
+        Devergne, Kostic, Parrinello and Pontil (2024), From biased to unbiased dynamics: an
+        infinitesimal generator approach.
     """
     check_non_negative("grad_weight", grad_weight)
     check_choice("form", form, ("energy", "pooled"))
@@ -300,17 +322,20 @@ def energy_loss(
 def _energy(x: Array, jac: Array, grad_weight: Scalar, form: str) -> Array:
     n, d = x.shape
     if form == "energy":
-        # Then the loss is |A^{-1} - sum_i x_i (x_i, .)|_HS^2 minus a constant, A = 1 - a L, in the product <f, A g>.
+        # Then the loss is |A^{-1} - sum_i x_i (x_i, .)|_HS^2 minus a constant, A = 1 - a L, in the
+        # product <f, A g>.
         rows = jnp.moveaxis(jac, 2, 1).reshape(-1, d)
         squares = jnp.sum((product(x.T, x) + grad_weight * product(rows.T, rows)) ** 2)
     else:
-        # <d_k x_l, x_j>^2 in place of |d_k x_l|^2 |x_j|^2: to first order in a, only the part of a gradient in the span
-        # of the features is penalised.
+        # <d_k x_l, x_j>^2 in place of |d_k x_l|^2 |x_j|^2: to first order in a, only the part of a
+        # gradient in the span of the features is penalised.
         flat = jac.reshape(n, -1)
         if n <= d + flat.shape[1]:
             squares = jnp.sum((product(x, x.T) + grad_weight * product(flat, flat.T)) ** 2)
         else:  # the same sum without the n x n matrix; every term is non-negative
-            squares = jnp.sum(product(x.T, x) ** 2) + grad_weight**2 * jnp.sum(product(flat.T, flat) ** 2)
+            squares = jnp.sum(product(x.T, x) ** 2) + grad_weight**2 * jnp.sum(
+                product(flat.T, flat) ** 2
+            )
             squares = squares + 2 * grad_weight * jnp.sum(product(x.T, flat) ** 2)
     return squares / float(n * n) - (2.0 / n) * jnp.sum(x**2)
 
@@ -320,21 +345,23 @@ def _energy(x: Array, jac: Array, grad_weight: Scalar, form: str) -> Array:
 def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
     """Return an unbiased estimate of the distance of features from orthonormal and centred.
 
-        1/d (|C - I|_F^2 + 2 |m|^2)  =  1/d (tr C^2 - 2 tr C + d + 2 |m|^2),     C the covariance, m the mean of x
+        1/d (|C - I|_F^2 + 2 |m|^2)  =  1/d (tr C^2 - 2 tr C + d + 2 |m|^2),     C the covariance, m
+        the mean of x
 
-    The estimate of tr C^2 is the average of ((x_i - x_j) . (x_k - x_l))^2 / 4 over all quadruples of different samples.
+    The estimate of tr C^2 is the average of ((x_i - x_j) . (x_k - x_l))^2 / 4 over all quadruples
+    of different samples.
 
     Args:
         x: Features, [n, d], n at least 4.
-        key: Key of n random quadruples in place of all, which have a larger variance and cost n d in place of
-            n d min(n, d), for hundreds of features.
+        key: Key of n random quadruples in place of all, which have a larger variance and cost n d
+            in place of n d min(n, d), for hundreds of features.
 
     Returns:
         The estimate, which may be negative.
 
     References:
-        Himeno and Yamada (2014), Estimations for some functions of covariance matrix in high dimension under
-        non-normality.
+        Himeno and Yamada (2014), Estimations for some functions of covariance matrix in high
+        dimension under non-normality.
     """
     if x.shape[0] < 4:
         fail("x", "hold at least four samples", f"shape {x.shape}")
@@ -342,13 +369,15 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
     centred = centre(x)
     norms = jnp.sum(centred**2, 1)
     trace = jnp.sum(norms) / (n - 1)
-    # tr of the squared sample covariance is too large by about ((tr C)^2 + tr C^2) / n for normal samples, because it
-    # pairs each sample with itself, as does a product with a permuted batch (kooplearn).
+    # tr of the squared sample covariance is too large by about ((tr C)^2 + tr C^2) / n for normal
+    # samples, because it pairs each sample with itself, as does a product with a permuted batch
+    # (kooplearn).
     if key is None:
         square = _off_diagonal_squares(centred, centred) - 2.0 / (n - 2) * jnp.sum(norms**2)
         square = (square + (n - 1) / (n - 2) * trace**2) / float(n * (n - 3))
     else:
-        # Two steps of a random cycle share no sample. For 64 samples of 5 features the deviation is six times larger.
+        # Two steps of a random cycle share no sample. For 64 samples of 5 features the deviation is
+        # six times larger.
         cycle = jax.random.permutation(key, centred)
         steps = cycle - jnp.roll(cycle, 1, 0)
         square = jnp.mean(jnp.sum(steps * jnp.roll(steps, 2, 0), 1) ** 2) / 4
@@ -367,13 +396,17 @@ def orthonormal_logfro_reg(x: Features) -> Loss:
         x: Features, [n, d].
 
     Returns:
-        Non-negative, and zero for covariance I and mean zero. With the machine epsilon eps, eigenvalues of C below
-        d eps max(1, largest eigenvalue) count as d eps, and have no gradient.
+        Non-negative, and zero for covariance I and mean zero. With the machine epsilon eps,
+        eigenvalues of C below d eps max(1, largest eigenvalue) count as d eps, and have no
+        gradient.
 
     References:
-        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), see `dpnets_loss`, metric distortion loss.
+        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), see `dpnets_loss`, metric distortion
+        loss.
     """
-    return _deformation(jnp.linalg.eigvalsh(_covariance(centre(x)))) / x.shape[1] + 2 * jnp.sum(jnp.mean(x, 0) ** 2)
+    return _deformation(jnp.linalg.eigvalsh(_covariance(centre(x)))) / x.shape[1] + 2 * jnp.sum(
+        jnp.mean(x, 0) ** 2
+    )
 
 
 def _deformation(values: Array) -> Array:
@@ -386,8 +419,8 @@ def _deformation(values: Array) -> Array:
 def _off_diagonal_squares(x: Array, y: Array) -> Array:
     """Return the sum of <x_i, y_j>^2 over i != j."""
     n, d = x.shape
-    # Long batches do without an n x n matrix: if all true pairs have one inner product, the subtracted diagonal is at
-    # most half of the sum. In short batches it could be nearly all of it.
+    # Long batches do without an n x n matrix: if all true pairs have one inner product, the
+    # subtracted diagonal is at most half of the sum. In short batches it could be nearly all of it.
     if n <= 2 * d:
         return jnp.sum(jnp.where(jnp.eye(n, dtype=bool), 0.0, product(x, y.T)) ** 2)
     return jnp.sum(product(x.T, x) * product(y.T, y)) - jnp.sum(jnp.sum(x * y, 1) ** 2)
@@ -401,12 +434,13 @@ def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
     """Return whitening maps of x and y, [2, d, d], and C_xy of the whitened features, [d, d]."""
     n, d = x.shape
     eps = float(jnp.finfo(x.dtype).eps)
-    # Sums over n samples round: null directions of three features have 0.2 sqrt(n) units, of more features 2.
+    # Sums over n samples round: null directions of three features have 0.2 sqrt(n) units, of more
+    # features 2.
     rtol = eps * max(d, 0.5 * n**0.5)
 
-    # A covariance in float32 resolves deviations down to a thousandth of the largest, so features are scaled, nearly
-    # whitened, and then whitened with a cut-off. The first two maps are constants, because the result does not depend
-    # on them.
+    # A covariance in float32 resolves deviations down to a thousandth of the largest, so features
+    # are scaled, nearly whitened, and then whitened with a cut-off. The first two maps are
+    # constants, because the result does not depend on them.
     columns, roots, maps = [], [], []
     last = jnp.zeros((), x.dtype)
     for raw in (x, y):
@@ -424,7 +458,9 @@ def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
         columns.append(side)
         roots.append(root)
         maps.append(scale[:, None] * product(nearly, root))
-    return jnp.stack(maps), product(product(roots[0], product(columns[0].T, columns[1]) / n), roots[1])
+    return jnp.stack(maps), product(
+        product(roots[0], product(columns[0].T, columns[1]) / n), roots[1]
+    )
 
 
 def _root_mean_square(x: Array) -> Array:

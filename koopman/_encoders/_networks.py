@@ -37,8 +37,14 @@ def build_network(name: str, network: Network, *, key: PRNGKey) -> Any:
         got = f"a function that fails on a key: {first_line(error)!r}"
         raise TypeError(f"`{name}` must {wanted}, got {got}.") from error
     if not isinstance(made, eqx.Module) or not callable(made):
-        fail_kind(name, wanted, type(made).__name__ if made is network else f"a function to {type(made).__name__}")
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, made)
+        fail_kind(
+            name,
+            wanted,
+            type(made).__name__ if made is network else f"a function to {type(made).__name__}",
+        )
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, made
+    )
 
 
 def _encoder(encoder: Network | None, features: int, init: str, key: PRNGKey) -> Any:
@@ -50,9 +56,9 @@ def _encoder(encoder: Network | None, features: int, init: str, key: PRNGKey) ->
 class FeatureMap(eqx.Module):
     """Encoder with an optional fixed norm of its output, and a linear head for the features one lag later.
 
-    VAMP does not depend on the norm. The spectral contrastive loss of d features trains in a few epochs with norm
-    sqrt(d), and stays at -1 for thousands of steps with norm 1. A fixed norm suits classes. If the size of a state
-    matters, as in a linear system, pass None.
+    VAMP does not depend on the norm. The spectral contrastive loss of d features trains in a few
+    epochs with norm sqrt(d), and stays at -1 for thousands of steps with norm 1. A fixed norm suits
+    classes. If the size of a state matters, as in a linear system, pass None.
 
     Attributes:
         encoder: Network from a state to features.
@@ -62,8 +68,9 @@ class FeatureMap(eqx.Module):
 
     encoder: Any
     lagged_head: Affine
-    # With norm 1, C_x is I / d at best, and at the contrastive minimum the lagged weights have singular values d, far
-    # from their initial values below 1. With norm sqrt(d), C_x can be I, and the weights orthogonal.
+    # With norm 1, C_x is I / d at best, and at the contrastive minimum the lagged weights have
+    # singular values d, far from their initial values below 1. With norm sqrt(d), C_x can be I, and
+    # the weights orthogonal.
     feature_norm: float | None = eqx.field(static=True)
 
     @validated
@@ -80,8 +87,8 @@ class FeatureMap(eqx.Module):
 
         Args:
             features: Width of the encoder's output.
-            encoder: Network from one state to [features], or a function from a key to one. Default: the encoder of
-                images of 28 x 28 pixels.
+            encoder: Network from one state to [features], or a function from a key to one. Default:
+                the encoder of images of 28 x 28 pixels.
             feature_norm: Norm of the features, positive, or None.
             init: Initial weights of the default encoder and the lagged head, "pytorch" or "lecun".
             key: Key of the weights.
@@ -99,7 +106,11 @@ class FeatureMap(eqx.Module):
         features = self.encoder(jnp.asarray(state))
         width = self.lagged_head.weight.shape[-2]
         if jnp.shape(features) != (width,):
-            fail("encoder", f"make a vector of {width} features, as `features` says", f"shape {jnp.shape(features)}")
+            fail(
+                "encoder",
+                f"make a vector of {width} features, as `features` says",
+                f"shape {jnp.shape(features)}",
+            )
         if self.feature_norm is None:
             return features
         # Clipped, because the root has no finite derivative at zero.
@@ -117,7 +128,8 @@ class Autoencoder(eqx.Module):
         encoder: Network from a state to features.
         decoder: Network from features to a state.
         dynamics: Linear map K, or A if it is orthogonal: [features, features].
-        orthogonal: If True, K = ((I - S)(I + S)^{-1})^2 with S = A - A^T is orthogonal: features keep their norm.
+        orthogonal: If True, K = ((I - S)(I + S)^{-1})^2 with S = A - A^T is orthogonal: features
+            keep their norm.
     """
 
     encoder: Any
@@ -141,14 +153,14 @@ class Autoencoder(eqx.Module):
 
         Args:
             features: Width of the latent space.
-            encoder: Network from one state to [features], or a function from a key to one. Default: the encoder of
-                images of 28 x 28 pixels.
-            decoder: Network from [features] to one state, or a function from a key to one. Default: the decoder of such
-                images.
+            encoder: Network from one state to [features], or a function from a key to one. Default:
+                the encoder of images of 28 x 28 pixels.
+            decoder: Network from [features] to one state, or a function from a key to one. Default:
+                the decoder of such images.
             orthogonal: If True, the linear dynamics are orthogonal throughout training.
             upsampling: Upsampling of the default decoder, "nearest" or "bilinear".
-            init: Initial weights of the default encoder and decoder, "pytorch" or "lecun". The dynamics always have
-                PyTorch's.
+            init: Initial weights of the default encoder and decoder, "pytorch" or "lecun". The
+                dynamics always have PyTorch's.
             key: Key of the weights.
         """
         check_count("features", features, minimum=1)
@@ -158,7 +170,8 @@ class Autoencoder(eqx.Module):
             self.decoder = Decoder(features, upsampling=upsampling, init=init, key=keys[1])
         else:
             self.decoder = build_network("decoder", decoder, key=keys[1])
-        # A direction that the data do not excite keeps its initial eigenvalue, which must be below 1 (here about 0.6).
+        # A direction that the data do not excite keeps its initial eigenvalue, which must be below
+        # 1 (here about 0.6).
         self.dynamics = Affine(features, features, bias=False, key=keys[2]).weight.T
         self.orthogonal = orthogonal
 
@@ -167,7 +180,8 @@ class Autoencoder(eqx.Module):
         if not self.orthogonal:
             return self.dynamics
         skew, eye = self.dynamics - self.dynamics.T, jnp.eye(self.dynamics.shape[0])
-        # Without the square, angles near 180 degrees would need a large S, which training reaches late.
+        # Without the square, angles near 180 degrees would need a large S, which training reaches
+        # late.
         half = jnp.linalg.solve(eye + skew, eye - skew)
         return half @ half
 

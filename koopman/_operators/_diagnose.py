@@ -10,7 +10,13 @@ from jaxtyping import Array, Float
 from dissociation._core.checks import check_finite, fail, is_traced
 from dissociation._core.splits import permutation
 from dissociation._core.validation import validated
-from koopman._operators._findings import Finding, kernel_findings, large_alpha, lost_variance, unconverged
+from koopman._operators._findings import (
+    Finding,
+    kernel_findings,
+    large_alpha,
+    lost_variance,
+    unconverged,
+)
 from koopman._operators._kernels import KernelMap, Linear, Operator, gram
 from koopman._operators._pairs import Moments
 
@@ -27,7 +33,8 @@ def diagnose(
 ) -> tuple[Finding, ...]:
     """Return what spoils the eigenvalues and forecasts of an operator.
 
-    `fit` calls it for known arrays, and warns of each finding. Inside of `jit` nothing is diagnosed.
+    `fit` calls it for known arrays, and warns of each finding. Inside of `jit` nothing is
+    diagnosed.
 
     Args:
         operator: Result of `fit`, one operator.
@@ -35,15 +42,17 @@ def diagnose(
         y: Successors that `fit` took; None for moments.
 
     Returns:
-        Findings, none if nothing was found. Their names are "unconverged" (an iterative solver), "large_alpha" (above
-        the variance on which it weighs), "small_columns" (which the default alpha suppresses), "few_directions" (fewer
-        than the rank), "equal_values" (that the rank separates), "rounding" (which outweighs alpha), "few_pairs",
-        "lost_variance" (of a column, below the rounding of its squared mean), "constant_kernel", "narrow_kernel",
-        "suppressed_directions" (that predict), and "missing_intercept". The last two are F tests (above 10 and 25) on
-        at most some thousand pairs.
+        Findings, none if nothing was found. Their names are "unconverged" (an iterative solver),
+        "large_alpha" (above the variance on which it weighs), "small_columns" (which the default
+        alpha suppresses), "few_directions" (fewer than the rank), "equal_values" (that the rank
+        separates), "rounding" (which outweighs alpha), "few_pairs", "lost_variance" (of a column,
+        below the rounding of its squared mean), "constant_kernel", "narrow_kernel",
+        "suppressed_directions" (that predict), and "missing_intercept". The last two are F tests
+        (above 10 and 25) on at most some thousand pairs.
 
     Raises:
-        ValueError: If the operator is traced or one of a stack, or data are not finite or not of the fit.
+        ValueError: If the operator is traced or one of a stack, or data are not finite or not of
+            the fit.
     """
     if is_traced(operator.core) or operator.core.ndim != 2:
         advice = "Diagnose outside of jit, and each operator of a vmap by itself"
@@ -78,11 +87,15 @@ def findings_of(operator: Operator, x: Any, y: Any) -> Iterator[Finding]:
     if fitting is not None:
         yield from unconverged(fitting.residual, float(jnp.finfo(operator.core.dtype).eps))
         if fitting.compared:
-            yield from large_alpha(operator.alpha, fitting.variance, fitting.trace, fitting.compared)
+            yield from large_alpha(
+                operator.alpha, fitting.variance, fitting.trace, fitting.compared
+            )
         if fitting.squares is not None:
             yield from _small_columns(np.asarray(fitting.squares), float(operator.alpha))
         yield from _few_directions(operator, fitting.ranked)
-        yield from _equal_values(np.asarray(operator.singular_values), np.asarray(fitting.rest), float(fitting.cutoff))
+        yield from _equal_values(
+            np.asarray(operator.singular_values), np.asarray(fitting.rest), float(fitting.cutoff)
+        )
         yield from _rounding(operator)
     if isinstance(x, Moments):
         yield from _regression(operator, _rows_of_moments(x))
@@ -96,7 +109,9 @@ def findings_of(operator: Operator, x: Any, y: Any) -> Iterator[Finding]:
         return
     width, num_centres = x.shape[1], len(encode.centres)
     if num_centres == len(x):
-        yield from kernel_findings(encode.centres, gram(encode.kernel, encode.centres, encode.centres))
+        yield from kernel_findings(
+            encode.centres, gram(encode.kernel, encode.centres, encode.centres)
+        )
     # The span of few centres, or of few states, is not that of the features.
     if type(encode.kernel) is Linear and width < len(x) and width <= num_centres:
         yield from _regression(operator, _some_rows(x, y, centred=False))
@@ -107,7 +122,8 @@ def _small_columns(squares: np.ndarray, alpha: float) -> Iterator[Finding]:
     hidden = np.flatnonzero((squares > 0) & (squares < 3 * alpha))
     if len(hidden):
         sentence = (
-            f"Column {hidden[0]} of `x` is too small beside the largest for the default `alpha` ({len(hidden)} such): "
+            f"Column {hidden[0]} of `x` is too small beside the largest for the default `alpha` "
+            f"({len(hidden)} such): "
             "principal components are taken in the units of the columns."
         )
         numbers = {"column": float(hidden[0]), "columns": float(len(hidden))}
@@ -118,10 +134,13 @@ def _few_directions(operator: Operator, ranked: bool) -> Iterator[Finding]:
     rank, held = operator.core.shape[0], int(operator.effective_rank)
     if ranked and held < rank:
         sentence = (
-            f"`rank` ({rank}) exceeds the {held} directions that the data hold in {operator.core.dtype}: the other "
+            f"`rank` ({rank}) exceeds the {held} directions that the data hold in "
+            f"{operator.core.dtype}: the other "
             f"{rank - held} latent functions are zero or rounding."
         )
-        yield Finding("few_directions", {"rank": rank, "directions": held}, sentence, f"Lower it to {held}.")
+        yield Finding(
+            "few_directions", {"rank": rank, "directions": held}, sentence, f"Lower it to {held}."
+        )
 
 
 def _equal_values(values: np.ndarray, rest: np.ndarray, cutoff: float) -> Iterator[Finding]:
@@ -137,24 +156,31 @@ def _equal_values(values: np.ndarray, rest: np.ndarray, cutoff: float) -> Iterat
     ranks = [str(rank + num_above)] * (num_above < len(rest)) + [str(num_below)] * (num_below > 0)
     gap = abs(values[-1] - rest[0])
     sentence = (
-        f"Singular values {rank} and {rank + 1} agree ({values[-1]:.6g}, gap {gap:.1g}): at rank {rank} rounding "
+        f"Singular values {rank} and {rank + 1} agree ({values[-1]:.6g}, gap {gap:.1g}): at rank "
+        f"{rank} rounding "
         "chooses which directions stay, and eigenvalues are lost."
     )
     advice = f"Use rank {' or '.join(ranks) or f'{rank + num_above} or more'}."
-    yield Finding("equal_values", {"rank": rank, "value": float(values[-1]), "gap": float(gap)}, sentence, advice)
+    yield Finding(
+        "equal_values",
+        {"rank": rank, "value": float(values[-1]), "gap": float(gap)},
+        sentence,
+        advice,
+    )
 
 
 def _rounding(operator: Operator) -> Iterator[Finding]:
     seen = np.asarray(operator.gram_x)
     total = seen + np.asarray(operator.penalty)
-    # U^T C_x U + B is the identity, except for unused columns. Directions are weighted by what `alpha` leaves of them,
-    # because the smallest ones of ridge regression are rounding.
+    # U^T C_x U + B is the identity, except for unused columns. Directions are weighted by what
+    # `alpha` leaves of them, because the smallest ones of ridge regression are rounding.
     weight = np.sqrt(np.abs(np.diagonal(seen)))
     off = np.abs(total - np.diag(np.diagonal(total) > 0))
     error = float((off * weight[:, None] * weight[None]).max())
     if not error <= 1e-2:  # or it is NaN
         sentence = (
-            f"Latent functions are orthonormal only to {error:.1g}, for the rounding of {total.dtype} outweighs "
+            f"Latent functions are orthonormal only to {error:.1g}, for the rounding of "
+            f"{total.dtype} outweighs "
             "`alpha`; eigenvalues may be off by as much."
         )
         advice = "Raise `alpha`, take another solver or route, or enable x64."
@@ -164,12 +190,18 @@ def _rounding(operator: Operator) -> Iterator[Finding]:
 def _few_pairs(x: Array | np.ndarray, operator: Operator) -> Iterator[Finding]:
     """Yield a finding if the operator has more directions than there are pairs, as of transposed data."""
     if operator.core.shape[0] > x.shape[0]:
-        sentence = "There are fewer pairs than directions of the operator, and eigenvalues of the rest are zero."
+        sentence = (
+            "There are fewer pairs than directions of the operator, and eigenvalues of "
+            "the rest are zero."
+        )
         advice = (
-            "If snapshots are in columns, [features, time], pass the transpose x.T; if in rows, [time, features], a "
+            "If snapshots are in columns, [features, time], pass the transpose x.T; if in rows, "
+            "[time, features], a "
             "lower rank is enough."
         )
-        yield Finding("few_pairs", {"pairs": x.shape[0], "rank": operator.core.shape[0]}, sentence, advice)
+        yield Finding(
+            "few_pairs", {"pairs": x.shape[0], "rank": operator.core.shape[0]}, sentence, advice
+        )
 
 
 class _Rows(NamedTuple):
@@ -197,7 +229,8 @@ def _rows_of_moments(x: Moments) -> _Rows:
     root = np.asarray(x.root, float)[: 2 * width, : 2 * width]
     mean = np.concatenate([np.asarray(x.mean_x, float), np.asarray(x.mean_y, float)])
     rest = np.asarray(x.rest, float)[1 : 1 + 2 * width]
-    # Moments hold only the products of a column of ones with the data. What lies beyond their span gets a row.
+    # Moments hold only the products of a column of ones with the data. What lies beyond their span
+    # gets a row.
     ones = np.linalg.lstsq(root.T, count * (mean + rest), rcond=8 * width * eps)[0]
     ones = np.append(ones, max(0.0, count - ones @ ones) ** 0.5)
     now, later = np.split(np.pad(root, ((0, 1), (0, 0))), 2, 1)
@@ -220,7 +253,8 @@ def _regression(operator: Operator, rows: _Rows) -> Iterator[Finding]:
         ratio = np.mean(np.sum(held[suppressed] ** 2, 1)) / max(np.sum(rest**2) / freedom, floor)
         if ratio > 10:
             sentence = (
-                f"`alpha` ({alpha:.3g}) suppresses {suppressed.sum()} directions of the features that predict (F = "
+                f"`alpha` ({alpha:.3g}) suppresses {suppressed.sum()} directions of the features "
+                "that predict (F = "
                 f"{ratio:.2g}): forecasts and eigenvalues are not those of the data."
             )
             numbers = {"alpha": alpha, "directions": int(suppressed.sum()), "F": float(ratio)}
@@ -249,7 +283,9 @@ def _span_of(x: np.ndarray, eps: float, alpha: float) -> tuple[np.ndarray, np.nd
     return left[:, is_kept], sizes[is_kept]
 
 
-def _intercept(rows: _Rows, left: np.ndarray, rest: np.ndarray, freedom: float, floor: float) -> Iterator[Finding]:
+def _intercept(
+    rows: _Rows, left: np.ndarray, rest: np.ndarray, freedom: float, floor: float
+) -> Iterator[Finding]:
     """Yield a finding if a column of ones lowers the residual `rest` of a regression on the basis `left`."""
     left_over = rows.ones - left @ (left.T @ rows.ones)
     length = left_over @ left_over
@@ -258,18 +294,25 @@ def _intercept(rows: _Rows, left: np.ndarray, rest: np.ndarray, freedom: float, 
     square = np.sum((left_over @ rest) ** 2)
     gain = square / length
     ratio = gain / max((np.sum(rest**2) - gain) / (freedom - 1), floor)
-    # Residuals of overlapping pairs depend on each other, so the variance is taken over blocks of rows.
+    # Residuals of overlapping pairs depend on each other, so the variance is taken over blocks of
+    # rows.
     if ratio > 25 and len(rest) == rows.num_pairs:
         off = left_over[:, None] * (rest - left_over[:, None] * (left_over @ rest) / length)
-        starts = np.linspace(0, rows.num_pairs, int(rows.num_pairs**0.5), endpoint=False).astype(int)
+        starts = np.linspace(0, rows.num_pairs, int(rows.num_pairs**0.5), endpoint=False).astype(
+            int
+        )
         ratio = min(ratio, square / max(np.sum(np.add.reduceat(off, starts) ** 2), floor * length))
     if ratio > 25:
         share = gain / np.sum(rest**2)
         sentence = (
-            f"A column of ones lowers the squared residual of one step by {100 * share:.2g} % (F = {ratio:.2g}), as "
+            f"A column of ones lowers the squared residual of one step by {100 * share:.2g} % (F "
+            f"= {ratio:.2g}), as "
             "for data with an offset, which spoils eigenvalues and forecasts."
         )
         advice = (
-            "If they have one, pass center=True, which carries an intercept. It needs explicit features: no `kernel`."
+            "If they have one, pass center=True, which carries an intercept. It needs "
+            "explicit features: no `kernel`."
         )
-        yield Finding("missing_intercept", {"F": float(ratio), "share": float(share)}, sentence, advice)
+        yield Finding(
+            "missing_intercept", {"F": float(ratio), "share": float(share)}, sentence, advice
+        )

@@ -38,9 +38,9 @@ class DynamicalAlignment(Result):
         lower_bound: Lower bound of the distance over all C. If `distance` equals it, C is optimal.
         gradient: |skew [A, C B^T C^T]| / (|A| |B|), zero if C is stationary.
         agreement: Number of the 2 `num_starts` runs that ended at this minimum.
-        converged: True if the gradient is zero to rounding, and three runs agree or the bound is met. All of 200 pairs
-            up to 12 x 12 were then right; at 20 x 20 one in ten was above the lowest known distance, by at most 0.2 %
-            of |A| + |B|.
+        converged: True if the gradient is zero to rounding, and three runs agree or the bound is
+            met. All of 200 pairs up to 12 x 12 were then right; at 20 x 20 one in ten was above the
+            lowest known distance, by at most 0.2 % of |A| + |B|.
     """
 
     distance: Float[Array, "*pairs"]
@@ -53,13 +53,19 @@ class DynamicalAlignment(Result):
 
 @validated(finite=("a", "b"))
 def align_dynamics(
-    a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: str = "frobenius"
+    a: Matrix,
+    b: Matrix,
+    *,
+    key: PRNGKey,
+    num_starts: int = 32,
+    num_steps: int = 100,
+    form: str = "frobenius",
 ) -> DynamicalAlignment:
     """Return the orthogonal C that brings C B C^T closest to A, with evidence of the minimum.
 
-    `delay_embed`, `koopman.fit` (in the paper with `PrincipalComponents`) and `transition_matrix` compute A and B from
-    trajectories. Derivatives, at fixed C, are those of the minimum if C B C^T is unique. At zero only the squared
-    distance is differentiable.
+    `delay_embed`, `koopman.fit` (in the paper with `PrincipalComponents`) and `transition_matrix`
+    compute A and B from trajectories. Derivatives, at fixed C, are those of the minimum if C B C^T
+    is unique. At zero only the squared distance is differentiable.
 
     Args:
         a: A, transition matrix of one system in orthonormal coordinates, [r, r].
@@ -67,15 +73,16 @@ def align_dynamics(
         key: Key of the starts.
         num_starts: Number of starts, 1 or more, each of which is also run with its mirror image.
         num_steps: Largest number of Newton steps from each start, 1 or more.
-        form: "frobenius" for the distance in units of the matrices; "angular" for arccos <A, C B C^T> / (|A| |B|), from
-            0 to pi and invariant to scale, NaN for a matrix of zeros. Both have the same C.
+        form: "frobenius" for the distance in units of the matrices; "angular" for arccos <A, C B
+            C^T> / (|A| |B|), from 0 to pi and invariant to scale, NaN for a matrix of zeros. Both
+            have the same C.
 
     Returns:
         The alignment; NaN, not converged, for traced matrices that are not finite.
 
     References:
-        Ostrow, Eisen, Kozachkov and Fiete (2023), Beyond geometry: comparing the temporal structure of computation in
-        neural circuits with dynamical similarity analysis.
+        Ostrow, Eisen, Kozachkov and Fiete (2023), Beyond geometry: comparing the temporal structure
+        of computation in neural circuits with dynamical similarity analysis.
 
     >>> turn = jnp.array([[0.0, -1.0], [1.0, 0.0]])
     >>> found = align_dynamics(0.9 * turn, 0.5 * turn.T, key=jax.random.key(0))
@@ -94,7 +101,13 @@ def _first(alignments: DynamicalAlignment) -> DynamicalAlignment:
 
 @validated
 def dynamical_distance(
-    a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: str = "frobenius"
+    a: Matrix,
+    b: Matrix,
+    *,
+    key: PRNGKey,
+    num_starts: int = 32,
+    num_steps: int = 100,
+    form: str = "frobenius",
 ) -> Float[Array, ""]:
     """Return the distance of `align_dynamics`: the minimum over orthogonal C of |A - C B C^T|, or the angle.
 
@@ -110,8 +123,8 @@ def dynamical_distance(
         form: "frobenius" or "angular".
 
     Returns:
-        A non-negative number, never below the true minimum. Its derivative in A, for "frobenius", is
-        (A - C B C^T) / distance.
+        A non-negative number, never below the true minimum. Its derivative in A, for "frobenius",
+        is (A - C B C^T) / distance.
 
     Warns:
         UserWarning: If known matrices have not `converged`.
@@ -142,7 +155,8 @@ def pairwise_dynamical_distance(
     Args:
         operators: Transition matrices, [m, r, r].
         others: Second set of matrices, [n, r, r]. Default: the first set.
-        key: Key of the starts, the same for every pair; like the following arguments as for `align_dynamics`.
+        key: Key of the starts, the same for every pair; like the following arguments as for
+            `align_dynamics`.
         num_starts: Number of starts.
         num_steps: Largest number of Newton steps.
         form: "frobenius" or "angular".
@@ -192,14 +206,21 @@ def _warn_unsure(converged: Array) -> None:
         return
     what = "The distance" if sure.size == 1 else f"{(~sure).sum()} of {sure.size} distances"
     warn(
-        f"{what} may not be the least: no three runs agree on it, or its gradient is not zero. Raise `num_starts` or "
+        f"{what} may not be the least: no three runs agree on it, or its gradient is not zero. "
+        "Raise `num_starts` or "
         "`num_steps`, and see `align_dynamics`.",
         UserWarning,
     )
 
 
 def _align(
-    matrices: Array, rows: np.ndarray, columns: np.ndarray, key: PRNGKey, num_starts: int, num_steps: int, form: str
+    matrices: Array,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    key: PRNGKey,
+    num_starts: int,
+    num_steps: int,
+    form: str,
 ) -> DynamicalAlignment:
     """Return the alignments of pairs of matrices, given by their indices."""
     check_choice("form", form, FORMS)
@@ -221,8 +242,12 @@ def _solve(
     at_once: int,
 ) -> DynamicalAlignment:
     matrices, undefined = finite_part(matrices)
-    rounding = float(jnp.finfo(matrices.dtype).eps) ** (2 / 3)  # a gradient of zero: the error of E is its square
-    prepared, turns = _prepare(lax.stop_gradient(matrices), key, num_starts)  # C has no part in the derivative
+    rounding = float(jnp.finfo(matrices.dtype).eps) ** (
+        2 / 3
+    )  # a gradient of zero: the error of E is its square
+    prepared, turns = _prepare(
+        lax.stop_gradient(matrices), key, num_starts
+    )  # C has no part in the derivative
     eye = jnp.broadcast_to(jnp.eye(matrices.shape[-1], dtype=matrices.dtype), turns.shape)
 
     def one(pair: tuple[Array, Array]) -> tuple[Point, Array, Array]:
@@ -241,7 +266,9 @@ def _solve(
     bound = jnp.minimum(bound, jnp.sqrt(2 * point.energy))
     met = jnp.sqrt(2 * point.energy) <= bound + jnp.finfo(matrices.dtype).eps ** 0.5
     unknown = undefined[rows] + undefined[columns]
-    distance, least = jax.vmap(partial(_distance, form=form))(matrices[rows], matrices[columns], point.rotation, bound)
+    distance, least = jax.vmap(partial(_distance, form=form))(
+        matrices[rows], matrices[columns], point.rotation, bound
+    )
     return DynamicalAlignment(
         distance=distance + unknown,
         rotation=point.rotation,
@@ -257,12 +284,16 @@ def _distance(a: Array, b: Array, rotation: Array, bound: Array, form: str) -> t
     unit = scale_of(jnp.maximum(jnp.max(jnp.abs(a)), jnp.max(jnp.abs(b))))
     a, b = a / unit, b / unit
     size_a, size_b = norm(a), norm(b)
-    if form == "angular":  # by sine and cosine of half the angle, because an arccos would lose small angles
+    if (
+        form == "angular"
+    ):  # by sine and cosine of half the angle, because an arccos would lose small angles
         moved = product(rotation, product(b / size_b, rotation.T))
         angle = 2 * jnp.arctan2(norm(a / size_a - moved), norm(a / size_a + moved))
         return angle, 2 * jnp.arcsin(jnp.minimum(0.5 * bound, 1.0))
     least = jnp.sqrt((size_a - size_b) ** 2 + size_a * size_b * bound**2)
-    return unit * norm(a - product(rotation, product(b, rotation.T))), unit * lax.stop_gradient(least)
+    return unit * norm(a - product(rotation, product(b, rotation.T))), unit * lax.stop_gradient(
+        least
+    )
 
 
 class _Prepared(NamedTuple):
@@ -276,8 +307,9 @@ class _Prepared(NamedTuple):
 
 def _prepare(matrices: Array, key: Array, num_starts: int) -> tuple[_Prepared, Array]:
     """Return the factors of all matrices [m, r, r], and random orthogonal matrices."""
-    # E(C) has local minima. Half of the starts match, by rank, eigenvectors of a symmetric function of A, a random
-    # combination of its symmetric part, A A^T, A^T A and A^2 + A^{2T}, to those of B. If B = Q A Q^T, they are Q.
+    # E(C) has local minima. Half of the starts match, by rank, eigenvectors of a symmetric function
+    # of A, a random combination of its symmetric part, A A^T, A^T A and A^2 + A^{2T}, to those of
+    # B. If B = Q A Q^T, they are Q.
     draw_functions, draw_turns = jax.random.split(key)
     count, size = matrices.shape[0], matrices.shape[-1]
     matched = (num_starts + 1) // 2
@@ -289,7 +321,8 @@ def _prepare(matrices: Array, key: Array, num_starts: int) -> tuple[_Prepared, A
     weights = jax.random.normal(draw_functions, (matched, len(features)), unit.dtype)
     weights = weights.at[0].set(jnp.asarray([1.0, 0.0, 0.0, 0.0], unit.dtype))
     functions = jnp.einsum("kf,fmij->mkij", weights, jnp.stack(features), precision="highest")
-    # Eigenvectors of a random symmetric matrix are a random orthogonal matrix, from the same batched call.
+    # Eigenvectors of a random symmetric matrix are a random orthogonal matrix, from the same
+    # batched call.
     noise = jax.random.normal(draw_turns, (num_starts - matched, size, size), unit.dtype)
     every = jnp.concatenate([functions.reshape(-1, size, size), noise])
     values, vectors = jnp.linalg.eigh(0.5 * (every + every.mT), symmetrize_input=False)
@@ -313,7 +346,8 @@ def _matched(a: Array, b: Array, basis_a: Array, basis_b: Array) -> Array:
     table = product(basis_a.T, product(a, basis_a)) * product(basis_b.T, product(b, basis_b))
     table = (table + table.T) * (1 - jnp.eye(table.shape[0], dtype=table.dtype))
 
-    # <A, C B C^T> = sum_ij d_i d_j W_ij. The next sign is that on which the earlier ones have the largest effect.
+    # <A, C B C^T> = sum_ij d_i d_j W_ij. The next sign is that on which the earlier ones have the
+    # largest effect.
     def settle(_: Array, signs: Array) -> Array:
         pull = product(table, signs[:, None])[:, 0]
         chosen = jnp.argmax(jnp.where(signs == 0, jnp.abs(pull), -1.0))
@@ -321,19 +355,23 @@ def _matched(a: Array, b: Array, basis_a: Array, basis_b: Array) -> Array:
 
     signs = lax.fori_loop(0, table.shape[0], settle, jnp.zeros_like(table[0]))
     least = jnp.argmin(signs * product(table, signs[:, None])[:, 0])
-    return product(basis_a[None] * jnp.stack([signs, signs.at[least].multiply(-1.0)])[:, None], basis_b.T[None])
+    return product(
+        basis_a[None] * jnp.stack([signs, signs.at[least].multiply(-1.0)])[:, None], basis_b.T[None]
+    )
 
 
 @validated(finite=("eigenvalues_a", "eigenvalues_b"))
 @jax.jit
 def eigenvalue_distance(
-    eigenvalues_a: Complex[Array | np.ndarray, " r"], eigenvalues_b: Complex[Array | np.ndarray, " r"]
+    eigenvalues_a: Complex[Array | np.ndarray, " r"],
+    eigenvalues_b: Complex[Array | np.ndarray, " r"],
 ) -> Float[Array, ""]:
     """Return sqrt(min over permutations p of sum_i |l_i - m_p(i)|^2), the optimal matching of two spectra.
 
-    For normal A and B it is min |A - C B C^*| over unitary C, hence at most `dynamical_distance`, and equal if a best
-    matching maps conjugate pairs to conjugate pairs or to two real eigenvalues. For other matrices neither bounds the
-    other. Divided by sqrt(r) it is the 2-Wasserstein distance of the spectra as distributions.
+    For normal A and B it is min |A - C B C^*| over unitary C, hence at most `dynamical_distance`,
+    and equal if a best matching maps conjugate pairs to conjugate pairs or to two real eigenvalues.
+    For other matrices neither bounds the other. Divided by sqrt(r) it is the 2-Wasserstein distance
+    of the spectra as distributions.
 
     Args:
         eigenvalues_a: Complex eigenvalues, [r], for example `koopman.eigenvalues` of an operator.
@@ -343,13 +381,14 @@ def eigenvalue_distance(
         A non-negative number. Its derivative is at a fixed matching, and zero at zero.
 
     References:
-        Hoffman and Wielandt (1953), The variation of the spectrum of a normal matrix; Redman et al. (2024), Identifying
-        equivalent training dynamics.
+        Hoffman and Wielandt (1953), The variation of the spectrum of a normal matrix; Redman et al.
+        (2024), Identifying equivalent training dynamics.
 
     >>> eigenvalue_distance([1.0, 0.5j, -0.5j], [0.5j, -0.5j, 0.0])
     Array(1., dtype=float32)
     """
-    # No real C separates a conjugate pair, but a matching may: with a small y, {1 + iy, 1 - iy, 0} and {iy, -iy, 1}.
+    # No real C separates a conjugate pair, but a matching may: with a small y, {1 + iy, 1 - iy, 0}
+    # and {iy, -iy, 1}.
     gaps = lax.stop_gradient(eigenvalues_a[:, None] - eigenvalues_b[None])
     rows, columns = optax.assignment.hungarian_algorithm(jnp.real(gaps) ** 2 + jnp.imag(gaps) ** 2)
     apart = eigenvalues_a[rows] - eigenvalues_b[columns]
@@ -361,23 +400,26 @@ def eigenvalue_distance(
 def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Array, "r r"]:
     """Return A with E[v_{t+1} | v_t] = A v_t for orthonormal coordinates v of an operator's latent functions.
 
-    With latent functions u, E[u_{t+1} | u_t] = u_t K (a row), and their Gram matrix N, v = N^(-1/2) u has
-    A = (N^(1/2) K N^(-1/2))^T, unique up to an orthogonal change of v, with the eigenvalues of `koopman.eigenvalues`.
+    With latent functions u, E[u_{t+1} | u_t] = u_t K (a row), and their Gram matrix N, v = N^(-1/2)
+    u has A = (N^(1/2) K N^(-1/2))^T, unique up to an orthogonal change of v, with the eigenvalues
+    of `koopman.eigenvalues`.
 
     Args:
         operator: A fitted operator.
-        metric: "data": N = E[u u^T] on the training states, so that v is white (A_v of the paper, with
-            `PrincipalComponents`). A is then symmetric for a reversible process, orthogonal for a deterministic
-            measure-preserving one, and at full rank invariant to linear changes of the features. "features": N is the
-            inner product of the features' space; for `PrincipalComponents` on explicit features A is the matrix of
-            projected dynamic mode decomposition, in units of the features.
+        metric: "data": N = E[u u^T] on the training states, so that v is white (A_v of the paper,
+            with `PrincipalComponents`). A is then symmetric for a reversible process, orthogonal
+            for a deterministic measure-preserving one, and at full rank invariant to linear changes
+            of the features. "features": N is the inner product of the features' space; for
+            `PrincipalComponents` on explicit features A is the matrix of projected dynamic mode
+            decomposition, in units of the features.
 
     Returns:
-        A, [r, r], zero in rows and columns of latent functions that are beyond a traced rank or vanish on the data.
+        A, [r, r], zero in rows and columns of latent functions that are beyond a traced rank or
+        vanish on the data.
 
     References:
-        Ostrow et al. (2023), see `align_dynamics`; Schmid (2010), Dynamic mode decomposition of numerical and
-        experimental data.
+        Ostrow et al. (2023), see `align_dynamics`; Schmid (2010), Dynamic mode decomposition of
+        numerical and experimental data.
     """
     check_choice("metric", metric, ("data", "features"))
     gram = operator.gram_x if metric == "data" else operator.basis_gram

@@ -57,19 +57,27 @@ def warn_float32(*arrays: Array | np.ndarray) -> None:
     given = any(isinstance(a, np.ndarray) and a.dtype == np.float64 for a in arrays)
     if given and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         _warn_once(
-            "Data in float64 are computed in float32, which may not tell close eigenvalues apart. For float64 call "
-            "jax.config.update('jax_enable_x64', True) at the start; to keep float32 pass .astype(numpy.float32)."
+            "Data in float64 are computed in float32, which may not tell close eigenvalues "
+            "apart. For float64 call "
+            "jax.config.update('jax_enable_x64', True) at the start; to keep float32 pass "
+            ".astype(numpy.float32)."
         )
 
 
 def refuse_large_gram(x: Array, matrices: int) -> None:
     """Raise if `matrices` kernel matrices k(x, x) of all states exceed the free memory."""
     try:
-        wanted, free = matrices * len(x) ** 2 * x.dtype.itemsize, free_memory([] if is_traced(x) else [x])
+        wanted, free = (
+            matrices * len(x) ** 2 * x.dtype.itemsize,
+            free_memory([] if is_traced(x) else [x]),
+        )
     except WrongValue:  # the free memory is not known
         return
     if wanted > free:
-        got = f"{len(x)} states, of which {matrices} matrices k(x, x) need {wanted / 1e9:.3g} GB of {free / 1e9:.3g} GB"
+        got = (
+            f"{len(x)} states, of which {matrices} matrices k(x, x) need {wanted / 1e9:.3g} GB "
+            f"of {free / 1e9:.3g} GB"
+        )
         fail("centres", "be given for so many states", got, "Choose some by koopman.choose_centres")
 
 
@@ -86,14 +94,17 @@ def large_alpha(alpha: Any, variance: Any, trace: Any, which: str) -> Iterator[F
     given, held, total = float(alpha), float(variance), float(trace)
     if given > held and given > 1.01e-6 * total:
         sentence = (
-            f"`alpha` ({given:.3g}) exceeds {which} ({held:.3g}), which shrinks what it weighs on to "
+            f"`alpha` ({given:.3g}) exceeds {which} ({held:.3g}), which shrinks what it weighs "
+            "on to "
             f"{held / (held + given):.2g} of its size."
         )
         advice = "It is in units of C_x. alpha=None follows the data."
         yield Finding("large_alpha", {"alpha": given, "variance": held}, sentence, advice)
 
 
-def lost_variance(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass center=True") -> Iterator[Finding]:
+def lost_variance(
+    x: Array | np.ndarray, name: str = "x", *, advice: str = "pass center=True"
+) -> Iterator[Finding]:
     """Yield a finding if a column of `x` [..., d] varies by less than the rounding of its squared mean."""
     if is_traced(x):
         return
@@ -110,10 +121,15 @@ def lost_variance(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass
     if lost.any():
         worst = int(np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0)))
         sentence = (
-            f"Column {worst} of `{name}` varies by {deviation[worst]:.2g} about {mean[worst]:.2g}, and its variance is "
+            f"Column {worst} of `{name}` varies by {deviation[worst]:.2g} about "
+            f"{mean[worst]:.2g}, and its variance is "
             f"below the rounding ({eps:.1g}) of the squared mean:"
         )
-        numbers = {"column": worst, "deviation": float(deviation[worst]), "mean": float(mean[worst])}
+        numbers = {
+            "column": worst,
+            "deviation": float(deviation[worst]),
+            "mean": float(mean[worst]),
+        }
         yield Finding("lost_variance", numbers, sentence, f"{advice}.")
 
 
@@ -126,7 +142,8 @@ def kernel_findings(x: Any, values: Any) -> Iterator[Finding]:
     floor = 8 * float(jnp.finfo(matrix.dtype).eps)
     if about_mean < floor * trace and not is_traced(x) and np.ptp(np.asarray(x), 0).any():
         sentence = (
-            f"k(x, x) varies about its mean by {about_mean / trace:.1g} of it, below its rounding ({floor:.1g}), and "
+            f"k(x, x) varies about its mean by {about_mean / trace:.1g} of it, below its "
+            f"rounding ({floor:.1g}), and "
             "all but the constant is lost:"
         )
         advice = "take the states about their mean, or another kernel."
@@ -137,7 +154,8 @@ def kernel_findings(x: Any, values: Any) -> Iterator[Finding]:
     nearest = float(np.median(near.max(0)))
     if len(near) > 2 and nearest < 1e-3:
         sentence = (
-            "k(x, x) is nearly zero between most states and all others, and nothing is learned of one from another:"
+            "k(x, x) is nearly zero between most states and all others, and nothing is "
+            "learned of one from another:"
         )
         advice = "the length scale of the kernel is too small."
         yield Finding("narrow_kernel", {"nearest": nearest}, sentence, advice)

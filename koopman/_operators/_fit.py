@@ -44,7 +44,13 @@ from koopman._operators._pairs import (
     gram_root,
     mean_of,
 )
-from koopman._operators._subspaces import SOLVERS, Basis, FeatureRegression, KernelRegression, latent
+from koopman._operators._subspaces import (
+    SOLVERS,
+    Basis,
+    FeatureRegression,
+    KernelRegression,
+    latent,
+)
 
 ROUTES = ("auto", "qr", "covariance")
 
@@ -65,47 +71,54 @@ def fit(
 ) -> Operator:
     """Fit the operator G = U U^T C_xy of an estimator to pairs, U^T (C_x + alpha I) U = I.
 
-    Without a kernel the arrays are features, in which the operator is linear. With a kernel they are states, and the
-    operator acts in the kernel's space, on the span of all samples or of `centres`. Noise on the states makes decay too
-    fast: pass pairs of `delay_embed`.
+    Without a kernel the arrays are features, in which the operator is linear. With a kernel they
+    are states, and the operator acts in the kernel's space, on the span of all samples or of
+    `centres`. Noise on the states makes decay too fast: pass pairs of `delay_embed`.
 
     Args:
         estimator: `Ridge`, `PrincipalComponents` or `ReducedRank`.
         x: Features of the states, or states: [n, d]. Without kernel also `Moments`.
-        y: Features of the successors, or successors, [n, d]; see `lagged_pairs`. None if `x` are moments.
+        y: Features of the successors, or successors, [n, d]; see `lagged_pairs`. None if `x` are
+            moments.
         kernel: Kernel of `koopman`, or any function of two arrays of states to their kernel matrix.
-        centres: Z, [m, d], for instance `x[choose_centres(...)]`. All samples are used, unlike in Meanti et al. (2023).
-            The default `alpha` is 1e-6 times the mean of k(x, x) on the span of Z.
+        centres: Z, [m, d], for instance `x[choose_centres(...)]`. All samples are used, unlike in
+            Meanti et al. (2023). The default `alpha` is 1e-6 times the mean of k(x, x) on the span
+            of Z.
         observable: Quantity to forecast, at the successors' times: [n, ...]. Default: `y`.
-        center: If True, features and observable are centred and the operator has an intercept: affine maps are exact,
-            trends are drifts. Drop a constant feature, which centring makes zero. Not with a kernel.
-        route: "qr" takes the QR factor of the features. "covariance" takes C_x, which is faster and squares the
-            condition number: in float32 it loses directions of x below 1e-3 of the largest, and an `alpha` below 1e-7
-            of C_x's largest eigenvalue. "auto" is "covariance" in float64 with at least 64 features, twice as many
-            pairs, and all eigenvalues of C_x above 2e-10 tr(C_x) (for all members of a `vmap`); else "qr". Not for a
-            kernel without centres.
+        center: If True, features and observable are centred and the operator has an intercept:
+            affine maps are exact, trends are drifts. Drop a constant feature, which centring makes
+            zero. Not with a kernel.
+        route: "qr" takes the QR factor of the features. "covariance" takes C_x, which is faster and
+            squares the condition number: in float32 it loses directions of x below 1e-3 of the
+            largest, and an `alpha` below 1e-7 of C_x's largest eigenvalue. "auto" is "covariance"
+            in float64 with at least 64 features, twice as many pairs, and all eigenvalues of C_x
+            above 2e-10 tr(C_x) (for all members of a `vmap`); else "qr". Not for a kernel without
+            centres.
 
     Returns:
         The fitted operator, a function of features or states as in `x`.
 
     Warns:
-        UserWarning: For known values, if a given `alpha` suppresses predictive directions or exceeds eigenvalue number
-            `rank` of k(X, X) / n (for `Ridge`, the mean of k(x, x)); if without `center` a column of ones lowers the
-            residual (F > 25), or a column's variance is below the rounding of its squared mean; if k(x, x) varies by
-            less than its rounding, or rounding outweighs `alpha`; if the data hold fewer directions than `rank`, or
-            singular values `rank` and `rank` + 1 agree to rounding; once per process, if there are more features than
-            pairs and no lower rank.
+        UserWarning: For known values, if a given `alpha` suppresses predictive directions or
+            exceeds eigenvalue number `rank` of k(X, X) / n (for `Ridge`, the mean of k(x, x)); if
+            without `center` a column of ones lowers the residual (F > 25), or a column's variance
+            is below the rounding of its squared mean; if k(x, x) varies by less than its rounding,
+            or rounding outweighs `alpha`; if the data hold fewer directions than `rank`, or
+            singular values `rank` and `rank` + 1 agree to rounding; once per process, if there are
+            more features than pairs and no lower rank.
 
     Raises:
-        ValueError: If there are fewer than two pairs, known data are not finite (the error names the row), or their
-            mean square is out of range; if the rank exceeds the number of features or samples, or the solver does not
-            apply; if `alpha` is zero and C_x or K singular, or K + alpha I is factored and not positive definite; if
-            the kernel's values are not a finite, symmetric [n, n] in range with a non-negative diagonal.
+        ValueError: If there are fewer than two pairs, known data are not finite (the error names
+            the row), or their mean square is out of range; if the rank exceeds the number of
+            features or samples, or the solver does not apply; if `alpha` is zero and C_x or K
+            singular, or K + alpha I is factored and not positive definite; if the kernel's values
+            are not a finite, symmetric [n, n] in range with a non-negative diagonal.
         TypeError: If the kernel does not return an array of real numbers.
 
     References:
-        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7 to 9; Meanti et
-        al. (2023), Estimating Koopman operators with sketching to provably learn large scale dynamical systems.
+        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS,
+        eq. 7 to 9; Meanti et al. (2023), Estimating Koopman operators with sketching to provably
+        learn large scale dynamical systems.
 
     >>> from koopman import ReducedRank
     >>> cycle = np.eye(3, dtype=np.float32)[np.arange(12) % 3]
@@ -124,7 +137,9 @@ def fit(
     else:
         states, successors = _states(x, y, center)
         if centres is not None:
-            operator = _fit_on_centres(estimator, states, successors, kernel, centres, observable, route)
+            operator = _fit_on_centres(
+                estimator, states, successors, kernel, centres, observable, route
+            )
         elif route == "covariance":
             fail("route", "be 'qr' for a kernel without `centres`", repr(route))
         else:
@@ -145,7 +160,11 @@ def _features(
             fail("y", "be given with `x`", "None", "See koopman.lagged_pairs")
         return _from_pairs(x, y, observable, center)
     if y is not None or observable is not None or center:
-        fail("x", "stand alone when it is `Moments`: they hold successors, observable and means", "more arguments")
+        fail(
+            "x",
+            "stand alone when it is `Moments`: they hold successors, observable and means",
+            "more arguments",
+        )
     return _from_moments(x)
 
 
@@ -185,9 +204,14 @@ def _fit(
     centred: bool = False,
 ) -> Operator:
     """Fit features; `lift` [m, d] maps their coefficients to those of k(x, centres)."""
-    (number, width), dtype, given = (problem.pairs, problem.x.shape[1]), problem.x.dtype, estimator.alpha is not None
+    (number, width), dtype, given = (
+        (problem.pairs, problem.x.shape[1]),
+        problem.x.dtype,
+        estimator.alpha is not None,
+    )
     asked = to_device(estimator.alpha, dtype) if given else fallback
-    # Without regularisation the span does not depend on the units of columns, and rank cuts must not either.
+    # Without regularisation the span does not depend on the units of columns, and rank cuts must
+    # not either.
     free = estimator.rank is None or estimator.inverts_all or estimator.size == width
     level = free and (asked is None or (not is_traced(asked) and float(asked) == 0.0))
     problem, alpha, largest, trace, squares, units = _in_units(problem, asked, level)
@@ -202,7 +226,9 @@ def _fit(
         _refuse_features(estimator, regression, problem, largest, trace, units[0], fallback)
     compared = ""
     if fallback is not None:
-        compared = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
+        compared = (
+            "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
+        )
     hidden = squares if asked is None and not level else None
     words = _Words(compared, estimator.rank is not None, estimator.inverts_all, centred)
     static = eqx.filter(estimator, False)
@@ -227,7 +253,11 @@ def _refuse_features(
     if is_traced(alpha) or is_traced(problem.x) or is_traced(problem.y) or float(alpha) != 0.0:
         return
     if float(trace) == 0 and (fallback is not None or np.asarray(problem.offset).any()):
-        got = "constant ones alone" if fallback is None else "k(x, centres) = 0, as all are far from the centres"
+        got = (
+            "constant ones alone"
+            if fallback is None
+            else "k(x, centres) = 0, as all are far from the centres"
+        )
         fail("x", "hold features that vary", got)
     values = np.linalg.svd(np.asarray(_root(problem.x)), compute_uv=False)
     rounding = float(jnp.finfo(dtype).eps)
@@ -250,8 +280,8 @@ def _in_units(
 ) -> tuple[_Problem, Array, Array, Array, Array, tuple[Array, Array, Array]]:
     """Return the problem, alpha, the largest entry of x, tr(C_x), squares of columns, and units.
 
-    Units are (unit, column divisors, ratio of the traces). With `level`, column divisors are powers of two near the
-    columns' sizes.
+    Units are (unit, column divisors, ratio of the traces). With `level`, column divisors are powers
+    of two near the columns' sizes.
     """
     scale = problem.scale
     # In this unit squares neither overflow nor vanish.
@@ -267,17 +297,34 @@ def _in_units(
     sizes = sizes if level else jnp.ones_like(sizes)
     x = x / sizes[None]
     within = jnp.sum(x**2)
-    alpha = default_alpha(within, jnp.minimum(problem.pairs, x.shape[1])) if alpha is None else alpha / unit / unit
+    alpha = (
+        default_alpha(within, jnp.minimum(problem.pairs, x.shape[1]))
+        if alpha is None
+        else alpha / unit / unit
+    )
     share = jnp.where(within > 0, trace, 1.0) / jnp.where(within > 0, within, 1.0)
     squares = jnp.sum(x**2, 0)
-    return problem._replace(x=x, y=y, observable=observable), alpha, largest, trace, squares, (unit, sizes, share)
+    return (
+        problem._replace(x=x, y=y, observable=observable),
+        alpha,
+        largest,
+        trace,
+        squares,
+        (unit, sizes, share),
+    )
 
 
 _root = jax.jit(gram_root)
 
 
 def _fit_on_centres(
-    estimator: Estimator, x: Given, y: Given, kernel: Kernel, centres: Given, observable: Given | None, route: str
+    estimator: Estimator,
+    x: Given,
+    y: Given,
+    kernel: Kernel,
+    centres: Given,
+    observable: Given | None,
+    route: str,
 ) -> Operator:
     x, y, flat, shape = checked_pairs(x, y, observable, to_device)
     features = nystroem_map(kernel, centres)
@@ -301,10 +348,16 @@ def _centre_features(
     """Return Nystroem features of x and y, and the default `alpha`."""
     features_x = kernel_features(kernel, centres, coefficients, x)
     features_y = kernel_features(kernel, centres, coefficients, y)
-    return features_x, features_y, kernel_alpha(type(kernel) is Linear, jnp.sum(features_x**2) / x.shape[0])
+    return (
+        features_x,
+        features_y,
+        kernel_alpha(type(kernel) is Linear, jnp.sum(features_x**2) / x.shape[0]),
+    )
 
 
-def _from_pairs(x: Given, y: Given, observable: Given | None, center: bool) -> tuple[_Problem, tuple[int, ...]]:
+def _from_pairs(
+    x: Given, y: Given, observable: Given | None, center: bool
+) -> tuple[_Problem, tuple[int, ...]]:
     x, y, flat, shape = checked_pairs(x, y, observable, as_known)
     arrays = [x, y]
     if observable is not None:
@@ -337,7 +390,11 @@ _compiled_about_means = jax.jit(_about_means, static_argnames="center")
 def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
     width, width_y, _ = seen.widths
     if width_y != width:
-        fail("x", f"hold moments of as many features of the successors as of the states ({width})", width_y)
+        fail(
+            "x",
+            f"hold moments of as many features of the successors as of the states ({width})",
+            width_y,
+        )
     if not is_traced(seen.root) and not np.isfinite(np.asarray(seen.root)).all():
         fail(
             "x",
@@ -361,7 +418,9 @@ def _of_moments(seen: Moments) -> _Problem:
     return _Problem(x, y, observable, offset, offset_y, mean, drift, about, one, seen.count)
 
 
-def _fit_with_kernel(estimator: Estimator, x: Given, y: Given, kernel: Kernel, observable: Given | None) -> Operator:
+def _fit_with_kernel(
+    estimator: Estimator, x: Given, y: Given, kernel: Kernel, observable: Given | None
+) -> Operator:
     """Fit by exact Gram matrices K = k(X, X) / n and L = k(Y, Y) / n."""
     x, y, flat, shape = checked_pairs(x, y, observable, to_device)
     # Measured numbers of matrices: a full eigendecomposition takes more.
@@ -383,7 +442,9 @@ def _fit_with_kernel(estimator: Estimator, x: Given, y: Given, kernel: Kernel, o
         if solver == "krylov" and estimator.inverts_all and is_linear and not given:
             solver = "spectral"  # the default `alpha` of rounding is too small for a factor
     problem = KernelRegression(gram_x, gram_y, alpha, active, size, solver)
-    compared = "the mean of k(x, x)" if estimator.rank is None else f"eigenvalue {size} of k(X, X) / n"
+    compared = (
+        "the mean of k(x, x)" if estimator.rank is None else f"eigenvalue {size} of k(X, X) / n"
+    )
     words = _Words(compared, estimator.rank is not None, estimator.inverts_all, False)
     static = eqx.filter(estimator, False)
     fields, basis = _solve_kernel(static, problem, gram(kernel, y, x), flat, unit, trace, words)
@@ -392,9 +453,16 @@ def _fit_with_kernel(estimator: Estimator, x: Given, y: Given, kernel: Kernel, o
     elif known and given and float(alpha) == 0.0:
         # Principal components have the leading eigenvalues of K in their basis, and ridge all.
         whole = estimator.inverts_all
-        squares = np.linalg.eigvalsh(np.asarray(gram_x))[::-1] if whole else np.asarray(basis.values) ** 2
-        refuse_singular(estimator, problem, squares, problem.cutoff, "the kernel matrix of `x`", "K")
-    maps = {name: KernelMap(kernel, states, fields.pop(name)) for name, states in (("encode", x), ("dual", y))}
+        squares = (
+            np.linalg.eigvalsh(np.asarray(gram_x))[::-1] if whole else np.asarray(basis.values) ** 2
+        )
+        refuse_singular(
+            estimator, problem, squares, problem.cutoff, "the kernel matrix of `x`", "K"
+        )
+    maps = {
+        name: KernelMap(kernel, states, fields.pop(name))
+        for name, states in (("encode", x), ("dual", y))
+    }
     return Operator(**maps, **fields, observable_shape=shape, given=given)
 
 
@@ -427,7 +495,12 @@ def _solve(
 ) -> Operator:
     """Return the operator of a regression in units, whose columns' mean squares and tr(C_x) are `squares`, `trace`."""
     solution = span(estimator, regression)
-    basis, values, alpha, cutoff = solution.vectors, solution.values, regression.alpha, regression.threshold
+    basis, values, alpha, cutoff = (
+        solution.vectors,
+        solution.values,
+        regression.alpha,
+        regression.threshold,
+    )
     unit, sizes, share = units
     penalty = alpha * product(basis.T, basis)
     latent_x, basis = product(problem.x, basis), basis / sizes[:, None]
@@ -435,7 +508,9 @@ def _solve(
     dual = product(problem.y.T, weights)
     # If columns of the successors differ in units, small singular values may be directions.
     heights = jnp.max(jnp.abs(problem.y), 0)
-    uneven = jnp.any((heights > 0) & (heights < jnp.finfo(heights.dtype).eps ** 0.5 * jnp.max(heights)))
+    uneven = jnp.any(
+        (heights > 0) & (heights < jnp.finfo(heights.dtype).eps ** 0.5 * jnp.max(heights))
+    )
     regular = jnp.diagonal(moments["gram_x"] + penalty)
 
     def lifted(coefficients: Array) -> Array:
@@ -455,7 +530,9 @@ def _solve(
         encode=LinearMap(problem.offset, lifted(basis / unit)),
         dual=LinearMap(problem.offset_y, lifted(dual * unit)),
         drift=product(problem.drift[None], basis / unit)[0],
-        readout=dual.T * unit if problem.observable is None else product(weights.T, problem.observable),
+        readout=dual.T * unit
+        if problem.observable is None
+        else product(weights.T, problem.observable),
         mean_observable=problem.mean_observable,
         mean_latent=product(problem.mean[None], basis / unit)[0],
         dual_gram=product(dual.T, dual) * unit * unit,
@@ -506,7 +583,9 @@ def _solve_kernel(
     return fields, basis
 
 
-def _latent_moments(latent_x: Array, latent_y: Array, penalty: Array, number: int) -> tuple[Array, dict[str, Array]]:
+def _latent_moments(
+    latent_x: Array, latent_y: Array, penalty: Array, number: int
+) -> tuple[Array, dict[str, Array]]:
     """Return weights of the samples in the regression on the latent functions, and its moments."""
     weights = product(latent_x, unshrinking(penalty)) / number
     moments = {

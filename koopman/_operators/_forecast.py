@@ -22,7 +22,9 @@ from koopman._operators._kernels import Kernel, LinearMap, Operator, compiled_by
 from koopman._operators._pairs import Rows, as_known, cut
 from koopman._operators._spectrum import decompose, modes
 
-Path = Annotated[Float[Array | np.ndarray, "time *o"] | Sequence[Float[Array | np.ndarray, "_ *o"]], InTime()]
+Path = Annotated[
+    Float[Array | np.ndarray, "time *o"] | Sequence[Float[Array | np.ndarray, "_ *o"]], InTime()
+]
 Steps = Int[Array | np.ndarray, " t"] | Sequence[int] | Count
 
 
@@ -39,11 +41,12 @@ def predict(operator: Operator, x: Rows, steps: Steps = 1) -> Float[Array, "..."
         Forecasts [n, ...] for a number, [T, n, ...] for a list; NaN for rows of x with NaN.
 
     Warns:
-        UserWarning: For known values and up to 500 latent functions, if modes lose 1 % of the forecast to `alpha`.
+        UserWarning: For known values and up to 500 latent functions, if modes lose 1 % of the
+            forecast to `alpha`.
 
     Raises:
-        ValueError: If x has not the width of the fit, or a step is below 1 or beyond JAX's integers (2^31 - 1, in x64
-            2^63 - 1).
+        ValueError: If x has not the width of the fit, or a step is below 1 or beyond JAX's integers
+            (2^31 - 1, in x64 2^63 - 1).
 
     References:
         Kostic et al. (2022), section 2.
@@ -58,7 +61,11 @@ def predict(operator: Operator, x: Rows, steps: Steps = 1) -> Float[Array, "..."
 def _forecast(operator: Operator, latent: Array, ahead: Array, digits: int) -> Array:
     """Return [1, u(x)] T^(s-1) [mean; D], see `Operator`, for lags s whose predecessors have `digits` binary digits."""
     latent = jnp.pad(latent, ((0, 0), (1, 0)), constant_values=1.0)
-    step = jnp.pad(jnp.concatenate([operator.drift[None], operator.core]), ((0, 0), (1, 0))).at[0, 0].set(1.0)
+    step = (
+        jnp.pad(jnp.concatenate([operator.drift[None], operator.core]), ((0, 0), (1, 0)))
+        .at[0, 0]
+        .set(1.0)
+    )
     powers = _matrix_powers(step, (ahead - 1).reshape(-1), digits)
     latent = product(latent[None], powers) if ahead.ndim else product(latent, powers[0])
     flat = product(latent, jnp.concatenate([operator.mean_observable[None], operator.readout]))
@@ -67,7 +74,10 @@ def _forecast(operator: Operator, latent: Array, ahead: Array, digits: int) -> A
 
 def _warn_lost(operator: Operator, steps: np.ndarray | Array) -> None:
     """Warn if the modes lose 1 % of the forecast to `alpha`."""
-    if any(is_traced(leaf) for leaf in (operator.core, operator.alpha, steps)) or operator.core.shape[0] > 500:
+    if (
+        any(is_traced(leaf) for leaf in (operator.core, operator.alpha, steps))
+        or operator.core.shape[0] > 500
+    ):
         return
     ahead = np.asarray(steps, float).reshape(-1, 1)
     # A bound of the loss, which spares most operators the decomposition.
@@ -80,8 +90,10 @@ def _warn_lost(operator: Operator, steps: np.ndarray | Array) -> None:
     if lost.max() > 1e-2:
         worst = np.argmax(lost)
         warnings.warn(
-            f"`alpha` ({float(operator.alpha):.3g}) takes {lost[worst]:.2g} of the forecast {int(ahead[worst, 0])} "
-            "steps ahead: modes that it suppresses lose some of their size at every step. Lower it.",
+            f"`alpha` ({float(operator.alpha):.3g}) takes {lost[worst]:.2g} of the forecast "
+            f"{int(ahead[worst, 0])} "
+            "steps ahead: modes that it suppresses lose some of their size at every step. Lower "
+            "it.",
             stacklevel=1,
         )
 
@@ -124,7 +136,9 @@ def matrix_powers(
 
 def _num_digits(exponents: Any) -> int:
     """Return the number of binary digits of the largest exponent."""
-    return 31 if is_traced(exponents) else int(np.max(np.asarray(exponents), initial=1)).bit_length()
+    return (
+        31 if is_traced(exponents) else int(np.max(np.asarray(exponents), initial=1)).bit_length()
+    )
 
 
 @partial(jax.jit, static_argnames="digits")
@@ -140,7 +154,9 @@ def _matrix_powers(matrix: Array, exponents: Array, digits: int) -> Array:
         square = jnp.where(jnp.any(left > 1), square, 0.0)
         return powers, product(square, square)
 
-    powers = lax.fori_loop(0, digits, body, (jnp.broadcast_to(eye, (*exponents.shape, *eye.shape)), matrix))[0]
+    powers = lax.fori_loop(
+        0, digits, body, (jnp.broadcast_to(eye, (*exponents.shape, *eye.shape)), matrix)
+    )[0]
     return jnp.where((exponents < 0)[:, None, None], jnp.nan, powers)
 
 
@@ -179,11 +195,15 @@ def _diagonal(kernel: Kernel, y: Array) -> Array:
 @jax.jit
 def _kernel_risk(diagonal: Array, latent: Array, dual: Array, dual_gram: Array) -> Array:
     across = jnp.mean(jnp.sum(latent * dual, 1))
-    return jnp.mean(diagonal) - 2 * across + jnp.mean(jnp.sum(product(latent, dual_gram) * latent, 1))
+    return (
+        jnp.mean(diagonal) - 2 * across + jnp.mean(jnp.sum(product(latent, dual_gram) * latent, 1))
+    )
 
 
 @validated
-def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | np.ndarray, "n *o"]) -> Array:
+def r2_score(
+    target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | np.ndarray, "n *o"]
+) -> Array:
     """Return 1 - squared errors / squared deviations, averaged over the entries of the observable.
 
     An entry constant in `target` scores 1 if its forecast is exact, else 0, as in scikit-learn.
@@ -209,7 +229,9 @@ def _r2_score(target: Array, forecast: Array) -> Array:
 @validated
 def score(
     operator: Operator,
-    trajectory: Annotated[Float[Array | np.ndarray, "time d"] | Sequence[Float[Array | np.ndarray, "_ d"]], InTime()],
+    trajectory: Annotated[
+        Float[Array | np.ndarray, "time d"] | Sequence[Float[Array | np.ndarray, "_ d"]], InTime()
+    ],
     *,
     lag: int = 1,
     steps: int = 1,
@@ -220,12 +242,13 @@ def score(
 
     Args:
         operator: An operator fitted on pairs of this lag.
-        trajectory: Features (states, for a kernel operator), [time, d], a list of such trajectories, or a frame as for
-            `lagged_pairs`.
+        trajectory: Features (states, for a kernel operator), [time, d], a list of such
+            trajectories, or a frame as for `lagged_pairs`.
         lag: Lag of the fit, in samples.
         steps: Lags ahead.
         observable: Observable of the fit at the same times, [time, ...]. Default: `trajectory`.
-        metric: Function of targets and forecasts of all pairs within trajectories, [n, ...] each; default R^2.
+        metric: Function of targets and forecasts of all pairs within trajectories, [n, ...] each;
+            default R^2.
 
     Raises:
         ValueError: If a trajectory is not longer than lag * steps, or is not finite.

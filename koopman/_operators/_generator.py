@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, check_non_negative, check_positive, fail, is_traced
+from dissociation._core.checks import (
+    check_count,
+    check_non_negative,
+    check_positive,
+    fail,
+    is_traced,
+)
 from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product, scale_of
 from dissociation._core.types import Scalar
@@ -23,10 +29,11 @@ class Generator(NamedTuple):
 
     Attributes:
         eigenvalues: Rates, non-positive and falling from the slowest: [r].
-        coefficients: Coefficients of the eigenfunctions in the features, in columns: [d, r]. Eigenfunctions have mean
-            square 1 on the samples, and the largest coefficient is positive.
-        support: Effective number of samples of each eigenfunction, n (E f^2)^2 / E f^4, from 1 to n (0 for a rate of
-            minus infinity): [r]. A slow rate on a few samples may be an artefact.
+        coefficients: Coefficients of the eigenfunctions in the features, in columns: [d, r].
+            Eigenfunctions have mean square 1 on the samples, and the largest coefficient is
+            positive.
+        support: Effective number of samples of each eigenfunction, n (E f^2)^2 / E f^4, from 1 to n
+            (0 for a rate of minus infinity): [r]. A slow rate on a few samples may be an artefact.
     """
 
     eigenvalues: Float[Array, " r"]
@@ -46,40 +53,44 @@ def fit_generator(
 ) -> Generator:
     """Fit the resolvent (shift - L)^{-1} in the energy space by Rayleigh and Ritz, with Tikhonov regularisation.
 
-        C c = mu (shift (C + alpha I) + E) c,     rate = shift - 1 / mu,     C = E[phi phi^T],   E = D E[J J^T]
+        C c = mu (shift (C + alpha I) + E) c,     rate = shift - 1 / mu,     C = E[phi phi^T],   E =
+        D E[J J^T]
 
-    For dX = -grad V dt / gamma + sqrt(2 D) dW the generator L is self-adjoint, -<f, L g> = D E[grad f . grad g].
-    The rate is -(E + shift alpha I) / C along c, so that directions with C << alpha are fast and come last.
+    For dX = -grad V dt / gamma + sqrt(2 D) dW the generator L is self-adjoint, -<f, L g> = D E[grad
+    f . grad g]. The rate is -(E + shift alpha I) / C along c, so that directions with C << alpha
+    are fast and come last.
 
-    With exact moments, rates are at or below the true ones. Features that are flat on a few samples in a tail give a
-    rate near 0 (see `Generator.support`), which only a larger alpha or wider features remove.
+    With exact moments, rates are at or below the true ones. Features that are flat on a few samples
+    in a tail give a rate near 0 (see `Generator.support`), which only a larger alpha or wider
+    features remove.
 
     Args:
         x: Features phi of samples of the invariant measure, [n, d].
         jac: Derivatives of the features with respect to the state's m coordinates, [n, d, m].
         rank: Number of slowest eigenpairs, at most d.
-        diffusion: D = k_B T / gamma, in units of length^2 / time: s^2 / 2 for noise s dW, and sigma^2 / (2 friction^2)
-            for `datasets.overdamped_langevin`.
-        alpha: Tikhonov regularisation in the units of C, non-negative. None is rounding, of features scaled to
-            one size. With narrow features, `alpha=1e-6 * mean(x**2)` may remove slow rates on few samples.
-        shift: Positive, in units of 1 / time. None is tr(E) / tr(C), the mean rate of the features; rates far from it
-            lose digits. Without alpha it cancels.
+        diffusion: D = k_B T / gamma, in units of length^2 / time: s^2 / 2 for noise s dW, and
+            sigma^2 / (2 friction^2) for `datasets.overdamped_langevin`.
+        alpha: Tikhonov regularisation in the units of C, non-negative. None is rounding, of
+            features scaled to one size. With narrow features, `alpha=1e-6 * mean(x**2)` may remove
+            slow rates on few samples.
+        shift: Positive, in units of 1 / time. None is tr(E) / tr(C), the mean rate of the features;
+            rates far from it lose digits. Without alpha it cancels.
 
     Returns:
-        The slowest eigenpairs. A constant function in the features' span comes first with rate 0, or
-        -shift alpha |c|^2. Directions without samples come last, with rate minus infinity. Derivatives are not finite
-        if rates coincide.
+        The slowest eigenpairs. A constant function in the features' span comes first with rate 0,
+        or -shift alpha |c|^2. Directions without samples come last, with rate minus infinity.
+        Derivatives are not finite if rates coincide.
 
     Warns:
-        UserWarning: For known values, if `alpha` exceeds tr(C) / d, or a feature's variance is below the rounding
-            of its squared mean.
+        UserWarning: For known values, if `alpha` exceeds tr(C) / d, or a feature's variance is
+            below the rounding of its squared mean.
 
     Raises:
         ValueError: If data are not finite, or rates are out of the dtype's range.
 
     References:
-        Kostic, Lounici, Halconruy, Devergne and Pontil (2024), Learning the infinitesimal generator of stochastic
-        diffusion processes.
+        Kostic, Lounici, Halconruy, Devergne and Pontil (2024), Learning the infinitesimal generator
+        of stochastic diffusion processes.
     """
     check_positive("diffusion", diffusion)
     if alpha is not None:
@@ -99,10 +110,19 @@ def fit_generator(
         trace = float(forms.trace)
         energy = float(forms.energy)
         if energy > 0 and trace > 0:
-            check_square("jac", energy / trace * float(forms.pace) ** 2, "squares, over those of `x`,", x.dtype)
+            check_square(
+                "jac",
+                energy / trace * float(forms.pace) ** 2,
+                "squares, over those of `x`,",
+                x.dtype,
+            )
         which = "the mean eigenvalue of E[phi phi^T]"
         square = float(forms.unit) ** 2
-        warn_of(large_alpha(float(forms.penalty) * square, trace / width * square, trace * square, which))
+        warn_of(
+            large_alpha(
+                float(forms.penalty) * square, trace / width * square, trace * square, which
+            )
+        )
     return _generator(forms, size)
 
 
@@ -122,7 +142,9 @@ class _Forms(NamedTuple):
 
 
 @jax.jit
-def _forms(x: Array, jac: Array, diffusion: Array, alpha: Array | None, shift: Array | None) -> _Forms:
+def _forms(
+    x: Array, jac: Array, diffusion: Array, alpha: Array | None, shift: Array | None
+) -> _Forms:
     number, width = x.shape
     # In these units squares neither overflow nor vanish. Column sizes are powers of two.
     flat = jnp.moveaxis(jac, 2, 1).reshape(-1, width)
@@ -134,7 +156,9 @@ def _forms(x: Array, jac: Array, diffusion: Array, alpha: Array | None, shift: A
     root, slope = gram_root(x * number**-0.5), gram_root(flat / pace * number**-0.5)
     trace = jnp.sum(root**2)
     energy = jnp.sum(slope**2)
-    if shift is None:  # the mean rate, or 1 if a trace is zero, because the rates then have no scale
+    if (
+        shift is None
+    ):  # the mean rate, or 1 if a trace is zero, because the rates then have no scale
         varying = (trace > 0) & (energy > 0)
         shift = jnp.where(varying, energy, 1.0) / jnp.where(varying, trace, 1.0)
     else:
@@ -147,21 +171,27 @@ def _forms(x: Array, jac: Array, diffusion: Array, alpha: Array | None, shift: A
 def _generator(forms: _Forms, size: int) -> Generator:
     x, root, slope, unit, sizes, pace, shift, penalty, *_ = forms
     number, width = x.shape
-    # In the energy space <f, g> = shift E[f g] - E[f L g] the resolvent has the quadratic form E[f^2]. The regularised
-    # form has shift alpha I: alpha I added to C alone would make directions with few samples slow.
+    # In the energy space <f, g> = shift E[f g] - E[f L g] the resolvent has the quadratic form
+    # E[f^2]. The regularised form has shift alpha I: alpha I added to C alone would make directions
+    # with few samples slow.
     rows, ridge = jnp.stack([jnp.sqrt(shift) * root, slope]), shift * penalty
     vectors = _pencil(rows, ridge)[:, :size]
-    # Rayleigh quotients of the roots, whose numerators are sums of squares: they are not negative and do not cancel.
+    # Rayleigh quotients of the roots, whose numerators are sums of squares: they are not negative
+    # and do not cancel.
     held, energy = jnp.sum(product(rows, vectors[None]) ** 2, 1)
     held_up = held > (width * jnp.finfo(x.dtype).eps) ** 2
     square = jnp.where(held_up, held / shift, 1.0)
     coefficients = vectors * jax.lax.rsqrt(square)[None]
-    rates = jnp.where(held_up, -(energy + ridge * jnp.sum(vectors**2, 0)) / square * pace * pace, -jnp.inf)
+    rates = jnp.where(
+        held_up, -(energy + ridge * jnp.sum(vectors**2, 0)) / square * pace * pace, -jnp.inf
+    )
     moment = jnp.mean(product(x, coefficients) ** 4, 0)
     coefficients = coefficients / sizes[:, None] / unit
     largest = jnp.take_along_axis(coefficients, jnp.argmax(jnp.abs(coefficients), 0)[None], 0)
     coefficients = coefficients * jnp.where(largest < 0, -1.0, 1.0)
-    return Generator(rates, coefficients, jnp.where(held_up, number / jnp.where(held_up, moment, 1.0), 0.0))
+    return Generator(
+        rates, coefficients, jnp.where(held_up, number / jnp.where(held_up, moment, 1.0), 0.0)
+    )
 
 
 @jax.custom_jvp
@@ -189,6 +219,10 @@ def _pencil_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> 
     d_energy = d_held + d_slope + d_ridge * product(vectors.T, vectors)
     squares = jnp.sum(seen[0] ** 2, 0)
     gap = squares[None] - squares[:, None]
-    unresolved = (jnp.abs(gap) <= 64 * jnp.finfo(rows.dtype).eps) & ~jnp.eye(len(squares), dtype=bool)
-    turn = couplings(d_held - d_energy * squares[None], gap, unresolved)  # lengths cancel in all results
+    unresolved = (jnp.abs(gap) <= 64 * jnp.finfo(rows.dtype).eps) & ~jnp.eye(
+        len(squares), dtype=bool
+    )
+    turn = couplings(
+        d_held - d_energy * squares[None], gap, unresolved
+    )  # lengths cancel in all results
     return vectors, product(vectors, turn)

@@ -1,7 +1,7 @@
 """Kernels, maps of states to features, and the fitted operators that consist of them.
 
-A kernel maps two arrays of states, [n, d] and [m, d], to their matrix of kernel values [n, m]. Any such function serves
-as a kernel. Parameters may be traced.
+A kernel maps two arrays of states, [n, d] and [m, d], to their matrix of kernel values [n, m]. Any
+such function serves as a kernel. Parameters may be traced.
 """
 
 from abc import abstractmethod
@@ -41,7 +41,11 @@ States = Float[Array | np.ndarray, "n d"]
 
 def plain_number(value: Any) -> Any:
     """Return a known scalar of NumPy or JAX as Python's, which may be static, and other values unchanged."""
-    known = isinstance(value, np.generic | np.ndarray | Array) and not is_traced(value) and np.ndim(value) == 0
+    known = (
+        isinstance(value, np.generic | np.ndarray | Array)
+        and not is_traced(value)
+        and np.ndim(value) == 0
+    )
     return value.item() if known else value
 
 
@@ -72,7 +76,9 @@ class _Stationary(eqx.Module):
         return self._values(x / unit, y / unit, length / unit)
 
     @abstractmethod
-    def _values(self, x: Float[Array, "n d"], y: Float[Array, "m d"], length: Float[Array, ""]) -> Float[Array, "n m"]:
+    def _values(
+        self, x: Float[Array, "n d"], y: Float[Array, "m d"], length: Float[Array, ""]
+    ) -> Float[Array, "n m"]:
         """Return the matrix of kernel values, from states and l in the same unit."""
 
 
@@ -117,7 +123,13 @@ class Matern(_Stationary):
 
     def _values(self, x: Array, y: Array, length: Array) -> Array:
         s = (2 * self.nu) ** 0.5 * _distances(x, y) / length
-        factor = jnp.ones_like(s) if self.nu == 0.5 else 1.0 + s if self.nu == 1.5 else 1.0 + s + s**2 / 3
+        factor = (
+            jnp.ones_like(s)
+            if self.nu == 0.5
+            else 1.0 + s
+            if self.nu == 1.5
+            else 1.0 + s + s**2 / 3
+        )
         return factor * jnp.exp(-s)
 
 
@@ -164,8 +176,8 @@ def compiled_by_kernel(function: Callable[..., Result]) -> Callable[..., Result]
 class Function(eqx.Module):
     """Plain function as a kernel."""
 
-    # Static, so that `jax.jit` takes and returns operators that hold it. A traced value in its closure would not
-    # outlive the transformation.
+    # Static, so that `jax.jit` takes and returns operators that hold it. A traced value in its
+    # closure would not outlive the transformation.
     function: Callable[[Array, Array], Array] = eqx.field(static=True)
 
     def __call__(self, x: Array, y: Array) -> Any:
@@ -187,7 +199,12 @@ def gram(kernel: Kernel, x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Arra
     values = jnp.asarray(values)
     if values.shape != wanted:
         advice = "A function of two single states is mapped by `jax.vmap` over each"
-        fail("kernel", f"give a matrix [n, m] of n and m states, here {wanted}", f"shape {values.shape}", advice)
+        fail(
+            "kernel",
+            f"give a matrix [n, m] of n and m states, here {wanted}",
+            f"shape {values.shape}",
+            advice,
+        )
     if not jnp.issubdtype(values.dtype, jnp.floating):
         fail_kind("kernel", "give real floating-point numbers", str(values.dtype))
     return values
@@ -207,7 +224,12 @@ def check_kernel(extreme: Array) -> None:
     dtype = extreme.dtype
     size, smallest, skew = np.asarray(extreme).tolist()
     if not np.isfinite(size):
-        fail("kernel", "give finite values", size, f"What {dtype} cannot hold overflows: scale the states")
+        fail(
+            "kernel",
+            "give finite values",
+            size,
+            f"What {dtype} cannot hold overflows: scale the states",
+        )
     rounding = float(jnp.finfo(dtype).eps) ** 0.5
     if smallest < -rounding * size:
         fail("kernel", "be positive semidefinite: k(x, x) at least 0", f"{smallest:.3g}")
@@ -254,7 +276,9 @@ def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[A
     # Centring reduces cancellation.
     mean = lax.stop_gradient(jnp.mean(y, 0))[None]
     x, y = x - mean, y - mean
-    return jnp.maximum(jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y), 0.0)
+    return jnp.maximum(
+        jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y), 0.0
+    )
 
 
 def _gaussian(x: Array, y: Array, length: Array) -> Array:
@@ -289,7 +313,11 @@ class LinearMap(eqx.Module):
     @validated
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
         if x.shape[1] != self.matrix.shape[0]:
-            fail("x", f"have shape [n, {self.matrix.shape[0]}], as the operator was fitted", np.shape(x))
+            fail(
+                "x",
+                f"have shape [n, {self.matrix.shape[0]}], as the operator was fitted",
+                np.shape(x),
+            )
         return _linear_features(to_device(x), self.offset, self.matrix)
 
 
@@ -308,7 +336,11 @@ class KernelMap(eqx.Module):
     @validated
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
         if x.shape[1] != self.centres.shape[1]:
-            fail("x", f"have shape [n, {self.centres.shape[1]}], as the operator was fitted", np.shape(x))
+            fail(
+                "x",
+                f"have shape [n, {self.centres.shape[1]}], as the operator was fitted",
+                np.shape(x),
+            )
         return kernel_features(self.kernel, self.centres, self.coefficients, to_device(x))
 
 
@@ -369,16 +401,18 @@ def choose_centres(
         x: States, [n, d].
         num_centres: m, from 1 to n.
         key: Key of the draw.
-        method: "uniform", or "leverage" for ridge leverage scores [K (K + alpha I)^{-1}]_ii, estimated from m uniform
-            centres.
+        method: "uniform", or "leverage" for ridge leverage scores [K (K + alpha I)^{-1}]_ii,
+            estimated from m uniform centres.
         kernel: Kernel of "leverage".
-        alpha: Regularisation of "leverage". None is 1e-6 times the mean of k(x, x) on the span of the centres.
+        alpha: Regularisation of "leverage". None is 1e-6 times the mean of k(x, x) on the span of
+            the centres.
 
     Returns:
         Indices into x, [m].
 
     References:
-        Rudi, Calandriello, Carratino and Rosasco (2018), On fast leverage score sampling and optimal learning.
+        Rudi, Calandriello, Carratino and Rosasco (2018), On fast leverage score sampling and
+        optimal learning.
     """
     check_choice("method", method, ("uniform", "leverage"))
     count, number = check_count("num_centres", num_centres, minimum=1), x.shape[0]
@@ -399,7 +433,9 @@ def choose_centres(
 
 
 @partial(jax.jit, static_argnames=("number", "count"))
-def _drawn(key: PRNGKey, number: int, count: int, x: Array | None = None) -> tuple[Array, Any, Array]:
+def _drawn(
+    key: PRNGKey, number: int, count: int, x: Array | None = None
+) -> tuple[Array, Any, Array]:
     """Return indices of `count` samples of `number`, these samples of `x`, and a key for another draw."""
     first, second = jax.random.split(key)
     indices = jax.random.permutation(first, number)[:count]
@@ -416,13 +452,15 @@ def _by_leverage(features: Array, alpha: Scalar | None, key: PRNGKey) -> tuple[A
     scores = jnp.sum(features * product(features, psd_power(gram, -1.0)), 1)
     # The m largest sums of log score and Gumbel noise are a draw without repetition, by scores.
     noise = jax.random.gumbel(key, (number,), features.dtype)
-    indices = jax.lax.top_k(jnp.log(jnp.maximum(scores, jnp.finfo(scores.dtype).tiny)) + noise, count)[1]
+    indices = jax.lax.top_k(
+        jnp.log(jnp.maximum(scores, jnp.finfo(scores.dtype).tiny)) + noise, count
+    )[1]
     return indices, alpha
 
 
-# M = U^T C_xy U loses a fraction b = alpha / (c + alpha) per step of a function with mean square c. Four steps of
-# iterated Tikhonov regularisation, by F, leave b^4 (Engl, Hanke and Neubauer 1996, Regularization of inverse problems,
-# section 5.1).
+# M = U^T C_xy U loses a fraction b = alpha / (c + alpha) per step of a function with mean square c.
+# Four steps of iterated Tikhonov regularisation, by F, leave b^4 (Engl, Hanke and Neubauer 1996,
+# Regularization of inverse problems, section 5.1).
 class Fitting(eqx.Module):
     """Facts of a fit that `diagnose` reads.
 
@@ -430,7 +468,8 @@ class Fitting(eqx.Module):
         rest: Singular values beyond the rank, in the units of `singular_values`: [k].
         variance: Eigenvalue of C_x or K, or their mean, that `alpha` should not exceed.
         trace: Trace of C_x or K.
-        squares: Mean squares of the columns, if the default `alpha` can suppress small ones, else None: [d].
+        squares: Mean squares of the columns, if the default `alpha` can suppress small ones, else
+            None: [d].
         cutoff: Relative size below which a singular value counts as zero.
         residual: Relative residual of an iterative solver, or None.
         compared: What `variance` is, in words; empty if `alpha` is not compared.
@@ -454,9 +493,9 @@ class Fitting(eqx.Module):
 class Operator(eqx.Module):
     """Fitted evolution operator of rank r, U^T (C_x + alpha I) U = I (Kostic et al. 2022).
 
-        B = alpha U^T U,   F = I + B + B^2 + B^3,   M = U^T C_xy U,   K = F M,   D = F E[u(x_t) o(x_{t+1})^T],
-        E[o(x_{t+s}) | x_t]  =  [1, u(x_t)] T^(s-1) [mean of o; D],   T = [[1, m], [0, K]],
-        m = (mean of y - mean of x) U if centred, else m and the mean of o are zero.
+        B = alpha U^T U,   F = I + B + B^2 + B^3,   M = U^T C_xy U,   K = F M,   D = F E[u(x_t)
+        o(x_{t+1})^T], E[o(x_{t+s}) | x_t]  =  [1, u(x_t)] T^(s-1) [mean of o; D],   T = [[1, m],
+        [0, K]], m = (mean of y - mean of x) U if centred, else m and the mean of o are zero.
 
     Attributes:
         encode: u, from features (or states, for a kernel) [n, d] to [n, r].
@@ -472,11 +511,12 @@ class Operator(eqx.Module):
         dual_gram: F U^T C_xy C_yx U F: [r, r].
         basis_gram: U^T U: [r, r].
         penalty: B: [r, r].
-        singular_values: Singular values of (C_x + alpha I)^(-1/2) C_xy for reduced rank, square roots of C_x's
-            eigenvalues for principal components and ridge: [r]. A full-rank fit with `alpha` None or zero first divides
-            columns by powers of two near their sizes.
+        singular_values: Singular values of (C_x + alpha I)^(-1/2) C_xy for reduced rank, square
+            roots of C_x's eigenvalues for principal components and ridge: [r]. A full-rank fit with
+            `alpha` None or zero first divides columns by powers of two near their sizes.
         alpha: Tikhonov regularisation.
-        effective_rank: Number of singular values above rounding; the other latent functions are zero or rounding.
+        effective_rank: Number of singular values above rounding; the other latent functions are
+            zero or rounding.
         observable_shape: Shape of one observable.
         given: If False, `alpha` is the default.
         fitting: What `diagnose` reads beside these.
@@ -508,7 +548,10 @@ class Operator(eqx.Module):
         rank, held = self.core.shape[0], int(self.effective_rank)
         dropped = f", {rank - held} of {rank} directions dropped" if held < rank else ""
         said = "given" if self.given else "default"
-        return f"Operator(rank={rank}, alpha={float(self.alpha):.3g} ({said}){dropped}, {self.core.dtype})"
+        return (
+            f"Operator(rank={rank}, alpha={float(self.alpha):.3g} ({said}){dropped}, "
+            f"{self.core.dtype})"
+        )
 
 
 def unshrinking(penalty: Float[Array, "r r"]) -> Float[Array, "r r"]:

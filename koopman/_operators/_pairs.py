@@ -18,7 +18,9 @@ from dissociation._core.types import Count, InTime
 from dissociation._core.validation import validated
 from koopman._operators._findings import lost_variance, warn_float32, warn_of
 
-Trajectories = Annotated[Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]], InTime()]
+Trajectories = Annotated[
+    Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]], InTime()
+]
 Placed = TypeVar("Placed")
 Given = Array | np.ndarray
 Rows = Float[Given, "n d"]
@@ -54,16 +56,20 @@ def lagged_pairs(
     Noise on the states makes decay too fast: pass what `delay_embed` returns.
 
     Args:
-        trajectories: One trajectory, [time] or [time, d]; a list of trajectories [time, ...] of any lengths and one
-            state shape, such as `[images]`; or with `trajectory_axis` one array of equally long ones. Lists of numbers
-            or of rows of numbers are one trajectory. A frame is one trajectory if its index has even steps, and one per
-            run if its index is (run, time). Columns that rise as clocks do, or that may label runs, raise an error. An
-            array of xarray has a dimension "time".
+        trajectories: One trajectory, [time] or [time, d]; a list of trajectories [time, ...] of any
+            lengths and one state shape, such as `[images]`; or with `trajectory_axis` one array of
+            equally long ones. Lists of numbers or of rows of numbers are one trajectory. A frame is
+            one trajectory if its index has even steps, and one per run if its index is (run, time).
+            Columns that rise as clocks do, or that may label runs, raise an error. An array of
+            xarray has a dimension "time".
         lag: Steps from x to y, at least 1.
-        max_lag: Largest lag. With it `lag` may be traced, as in a `jax.vmap` over lags, and each trajectory gives the
-            pairs of its first time - max_lag states. Successors, then floating point, are NaN at a lag out of range.
-        trajectory_axis: Axis of trajectories in the array, 0 for `koopman.datasets`; the first other axis is time.
-        time: Column, index level or dimension of times of a frame. Rows are sorted by it within runs.
+        max_lag: Largest lag. With it `lag` may be traced, as in a `jax.vmap` over lags, and each
+            trajectory gives the pairs of its first time - max_lag states. Successors, then floating
+            point, are NaN at a lag out of range.
+        trajectory_axis: Axis of trajectories in the array, 0 for `koopman.datasets`; the first
+            other axis is time.
+        time: Column, index level or dimension of times of a frame. Rows are sorted by it within
+            runs.
         run: Column, index level or dimension that labels runs, or a list of them.
         columns: Columns that are states; by default all that are not named.
 
@@ -74,8 +80,8 @@ def lagged_pairs(
         UserWarning: If trajectories without a pair at this lag are skipped.
 
     Raises:
-        ValueError: If an array has three axes or more and no `trajectory_axis`, no trajectory has a pair at this lag,
-            or known data are not finite.
+        ValueError: If an array has three axes or more and no `trajectory_axis`, no trajectory has a
+            pair at this lag, or known data are not finite.
 
     References:
         Wu and Noe (2020), see `vamp_loss`, section 2.
@@ -93,7 +99,14 @@ def lagged_pairs(
     else:
         longest = check_count("max_lag", max_lag, minimum=1)
         steps = lag if is_traced(lag) else check_count("lag", lag, minimum=1, maximum=longest)
-    stacks = _stacked("trajectories", trajectories, trajectory_axis, longest, f"the lag ({longest})", "Shorten the lag")
+    stacks = _stacked(
+        "trajectories",
+        trajectories,
+        trajectory_axis,
+        longest,
+        f"the lag ({longest})",
+        "Shorten the lag",
+    )
     x, y = cut(stacks, steps, longest)
     if is_traced(steps):
         if not jnp.issubdtype(y.dtype, jnp.floating):
@@ -106,7 +119,9 @@ def cut(stacks: list[Any], steps: Any, longest: int) -> Pairs:
     """Return pairs at a lag `steps` of at most `longest` of stacked trajectories [trajectories, time, ...]."""
     if is_traced(steps) or not all(isinstance(stack, np.ndarray) for stack in stacks):
         return Pairs(*_cut_all(stacks, steps, longest))
-    parts = ([_joined(s[:, at : at + s.shape[1] - longest]) for s in stacks] for at in (0, int(steps)))
+    parts = (
+        [_joined(s[:, at : at + s.shape[1] - longest]) for s in stacks] for at in (0, int(steps))
+    )
     return Pairs(*(_placed(np.concatenate(part)) for part in parts))
 
 
@@ -114,7 +129,9 @@ def cut(stacks: list[Any], steps: Any, longest: int) -> Pairs:
 def _cut_all(stacks: list[Array], steps: Array, longest: int) -> tuple[Array, Array]:
     """Return x and y of pairs at a traced lag `steps` of at most `longest`."""
     seconds = [_joined(lax.dynamic_slice_in_dim(s, steps, s.shape[1] - longest, 1)) for s in stacks]
-    return jnp.concatenate([_joined(stack[:, :-longest]) for stack in stacks]), jnp.concatenate(seconds)
+    return jnp.concatenate([_joined(stack[:, :-longest]) for stack in stacks]), jnp.concatenate(
+        seconds
+    )
 
 
 @validated(empty=("trajectory",))
@@ -140,8 +157,8 @@ def delay_embed(
         columns: States of a frame, as in `lagged_pairs`.
 
     Returns:
-        [time - (q - 1) s, q d]; row i ends at time i + (q - 1) s. A list of arrays for a list of trajectories, and a
-        further first axis with `trajectory_axis`.
+        [time - (q - 1) s, q d]; row i ends at time i + (q - 1) s. A list of arrays for a list of
+        trajectories, and a further first axis with `trajectory_axis`.
 
     Warns:
         UserWarning: If trajectories too short for one row are skipped.
@@ -150,24 +167,36 @@ def delay_embed(
         ValueError: If every trajectory is too short.
 
     References:
-        Takens (1981), Detecting strange attractors in turbulence. Brunton et al. (2017), Chaos as an intermittently
-        forced linear system.
+        Takens (1981), Detecting strange attractors in turbulence. Brunton et al. (2017), Chaos as
+        an intermittently forced linear system.
 
     >>> delay_embed(jnp.arange(4.0), 3)
     Array([[2., 1., 0.],
            [3., 2., 1.]], dtype=float32)
     """
-    count, step = check_count("num_delays", num_delays, minimum=1), check_count("stride", stride, minimum=1)
+    count, step = (
+        check_count("num_delays", num_delays, minimum=1),
+        check_count("stride", stride, minimum=1),
+    )
     reach = (count - 1) * step
-    stacks = _stacked("trajectory", trajectory, trajectory_axis, reach, f"(num_delays - 1) * stride ({reach})")
+    stacks = _stacked(
+        "trajectory", trajectory, trajectory_axis, reach, f"(num_delays - 1) * stride ({reach})"
+    )
     # One gather with static indices: slices compile a program for each start and length.
-    places = [np.arange(reach, stack.shape[1])[:, None] - step * np.arange(count) for stack in stacks]
-    rows = [stack[:, at].reshape(len(stack), len(at), -1) for stack, at in zip(stacks, places, strict=True)]
+    places = [
+        np.arange(reach, stack.shape[1])[:, None] - step * np.arange(count) for stack in stacks
+    ]
+    rows = [
+        stack[:, at].reshape(len(stack), len(at), -1)
+        for stack, at in zip(stacks, places, strict=True)
+    ]
     rows = [_placed(row if trajectory_axis is not None else row[0]) for row in rows]
     return rows[0] if isinstance(trajectory, Array | np.ndarray) else rows
 
 
-def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach: str, advice: str = "") -> list[Any]:
+def _stacked(
+    name: str, trajectories: Any, axis: int | None, longest: int, reach: str, advice: str = ""
+) -> list[Any]:
     """Return checked trajectories in stacks of equal length, [trajectories, time, ...] each, of one dtype."""
     several = not isinstance(trajectories, Array | np.ndarray)
     arrays = list(trajectories) if several else [trajectories]
@@ -189,10 +218,18 @@ def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach
     kept = [stack for stack in stacks if stack.shape[1] > longest]
     if not kept:
         most = max(stack.shape[1] for stack in stacks)
-        fail(name, f"be longer than {reach}", f"{most} samples{' at most' if len(stacks) > 1 else ''}", advice)
+        fail(
+            name,
+            f"be longer than {reach}",
+            f"{most} samples{' at most' if len(stacks) > 1 else ''}",
+            advice,
+        )
     if len(kept) < len(stacks):
         skipped = len(stacks) - len(kept)
-        warn(f"Skipped {skipped} of {len(stacks)} trajectories that are not longer than {reach}.", UserWarning)
+        warn(
+            f"Skipped {skipped} of {len(stacks)} trajectories that are not longer than {reach}.",
+            UserWarning,
+        )
     return kept
 
 
@@ -201,7 +238,9 @@ def _on_host(array: Array | np.ndarray) -> bool:
     if is_traced(array):
         return False
     known = isinstance(array, np.ndarray)
-    return known or (not array.committed and all(device.platform == "cpu" for device in array.devices()))
+    return known or (
+        not array.committed and all(device.platform == "cpu" for device in array.devices())
+    )
 
 
 def _placed(array: Array | np.ndarray) -> Array:
@@ -213,11 +252,20 @@ def _placed(array: Array | np.ndarray) -> Array:
 def _one_stack(name: str, array: Any, axis: int | None) -> Any:
     if axis is None:
         if array.ndim > 2:
-            advice = "Pass trajectory_axis=0 for [trajectories, time, ...], or [array] for one trajectory [time, ...]"
-            fail(name, "name the axis of trajectories if of three axes or more", array.shape, advice)
+            advice = (
+                "Pass trajectory_axis=0 for [trajectories, time, ...], or [array] for one "
+                "trajectory [time, ...]"
+            )
+            fail(
+                name, "name the axis of trajectories if of three axes or more", array.shape, advice
+            )
         return array[None]
     if array.ndim < 2 or not -array.ndim <= axis < array.ndim:
-        fail("trajectory_axis", f"be an axis of `{name}`, with another for time", f"{axis} of {array.shape}")
+        fail(
+            "trajectory_axis",
+            f"be an axis of `{name}`, with another for time",
+            f"{axis} of {array.shape}",
+        )
     return (np if isinstance(array, np.ndarray) else jnp).moveaxis(array, axis, 0)
 
 
@@ -234,33 +282,53 @@ def checked_pairs(
             check_finite(name, array)
     observable = y if observable is None else observable
     if x.shape[0] < 2:
-        fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
+        fail(
+            "x",
+            "hold at least two pairs",
+            f"shape {x.shape}",
+            "Use a longer trajectory or a shorter lag",
+        )
     warn_float32(x, y, observable)
-    return place(x), place(y), place(observable.reshape(x.shape[0], -1)), tuple(observable.shape[1:])
+    return (
+        place(x),
+        place(y),
+        place(observable.reshape(x.shape[0], -1)),
+        tuple(observable.shape[1:]),
+    )
 
 
 def as_known(array: Array | np.ndarray) -> Array | np.ndarray:
     """Return an array on the host as NumPy's, in JAX's dtype, to avoid compilation."""
-    return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)) if _on_host(array) else to_device(array)
+    return (
+        np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+        if _on_host(array)
+        else to_device(array)
+    )
 
 
 def few_rows(*parts: Array | np.ndarray) -> tuple[Array, ...]:
     """Return as many rows as columns with the same products x^T x, x^T y, ...; JAX's or large arrays unchanged."""
-    # Every number of rows then runs the same compiled programs. The QR of large arrays takes longer than compiling.
+    # Every number of rows then runs the same compiled programs. The QR of large arrays takes longer
+    # than compiling.
     number, width = len(parts[0]), sum(part.shape[1] for part in parts)
-    if not all(isinstance(part, np.ndarray) for part in parts) or max(number, width) * width**2 > _QUICK_QR:
+    if (
+        not all(isinstance(part, np.ndarray) for part in parts)
+        or max(number, width) * width**2 > _QUICK_QR
+    ):
         return tuple(map(to_device, parts))
     rows = np.zeros((max(number, width), width))
     np.concatenate(parts, 1, out=rows[:number])
     rows = np.linalg.qr(rows, mode="r") if number > width else rows
     columns = np.split(rows, np.cumsum([part.shape[1] for part in parts])[:-1], 1)
-    return tuple(_placed(some.astype(part.dtype)) for some, part in zip(columns, parts, strict=True))
+    return tuple(
+        _placed(some.astype(part.dtype)) for some, part in zip(columns, parts, strict=True)
+    )
 
 
 def default_alpha(trace: Float[Array, ""], rank: Array | int) -> Float[Array, ""]:
     """Return the default regularisation of explicit features, max((k eps)^2, k 2^-52) tr(C_x) with k = `rank`."""
-    # In float64 (k eps)^2 alone would let forecasts diverge if few pairs have nearly dependent features. In float32
-    # k eps would suppress directions that predict.
+    # In float64 (k eps)^2 alone would let forecasts diverge if few pairs have nearly dependent
+    # features. In float32 k eps would suppress directions that predict.
     return jnp.maximum((rank * jnp.finfo(trace.dtype).eps) ** 2, rank * 2.0**-52) * trace
 
 
@@ -269,7 +337,10 @@ def check_square(name: str, square: float, what: str, dtype: Any) -> None:
     limits = jnp.finfo(dtype)
     low, high = float(limits.tiny / limits.eps), float(limits.max) * float(limits.eps) ** 0.75
     if not low < square < high:
-        wanted = f"have {what} from {low:.0e} to {high:.0e}, with an inverse in the range of {limits.dtype}"
+        wanted = (
+            f"have {what} from {low:.0e} to {high:.0e}, with an inverse in the range of "
+            f"{limits.dtype}"
+        )
         fail(name, wanted, f"{square:.3g}", "Scale the data")
 
 
@@ -282,7 +353,8 @@ class Moments(eqx.Module):
         mean_y: Mean of the successors, [dy].
         mean_observable: Mean of the observable, [o].
         rest: Rounding errors of the count and of the means, joined: [1 + d + dy + o].
-        root: R with R^T R = sum_i z_i z_i^T for z = (x, y, o) joined, upper triangular: [d + dy + o, d + dy + o].
+        root: R with R^T R = sum_i z_i z_i^T for z = (x, y, o) joined, upper triangular: [d + dy +
+            o, d + dy + o].
         center: If True, moments are about the means, else about zero.
     """
 
@@ -290,7 +362,9 @@ class Moments(eqx.Module):
     mean_x: Float[Array, " d"]
     mean_y: Float[Array, " dy"]
     mean_observable: Float[Array, " o"]
-    rest: Float[Array, " numbers"]  # float32 counts only to 2^24, and a mean far from zero stops at its rounding
+    rest: Float[
+        Array, " numbers"
+    ]  # float32 counts only to 2^24, and a mean far from zero stops at its rounding
     root: Float[Array, "all all"]
     center: bool = eqx.field(static=True)
 
@@ -302,7 +376,9 @@ class Moments(eqx.Module):
     @property
     def total(self) -> tuple[Array, Array]:
         """Count and means, joined as `rest` is, and `rest`."""
-        return jnp.concatenate([self.count[None], self.mean_x, self.mean_y, self.mean_observable]), self.rest
+        return jnp.concatenate(
+            [self.count[None], self.mean_x, self.mean_y, self.mean_observable]
+        ), self.rest
 
 
 @validated(finite=("x", "y", "observable"))
@@ -327,7 +403,9 @@ def moments(
     return _compiled_moments(*_parts(x, y, observable, center), center)
 
 
-def _parts(x: Given, y: Given, observable: Given | None, center: bool) -> tuple[Array, Array, Array]:
+def _parts(
+    x: Given, y: Given, observable: Given | None, center: bool
+) -> tuple[Array, Array, Array]:
     """Return x, y and the observable (default: y) as JAX arrays, and warn of rounding."""
     observable = y if observable is None else observable
     warn_float32(x, y, observable)
@@ -349,9 +427,13 @@ def _moments(x: Array, y: Array, observable: Array, center: bool) -> Moments:
 _compiled_moments = jax.jit(_moments, static_argnames="center")
 
 
-def _of_total(total: Array, rest: Array, root: Array, widths: tuple[int, ...], center: bool) -> Moments:
+def _of_total(
+    total: Array, rest: Array, root: Array, widths: tuple[int, ...], center: bool
+) -> Moments:
     start, middle = 1 + widths[0], 1 + widths[0] + widths[1]
-    return Moments(total[0], total[1:start], total[start:middle], total[middle:], rest, root, center)
+    return Moments(
+        total[0], total[1:start], total[start:middle], total[middle:], rest, root, center
+    )
 
 
 def mean_of(x: Rows) -> tuple[Float[Given, " d"], Float[Given, " d"]]:
@@ -360,7 +442,8 @@ def mean_of(x: Rows) -> tuple[Float[Given, " d"], Float[Given, " d"]]:
     if isinstance(x, np.ndarray):
         mean = x.mean(0)
         return _sum_of_two(mean, (x - mean[None]).mean(0))
-    # By products, because XLA would fuse a division into `_sum_of_two`, and its rounding error would be wrong.
+    # By products, because XLA would fuse a division into `_sum_of_two`, and its rounding error
+    # would be wrong.
     shares = jnp.full((1, x.shape[0]), 1 / x.shape[0], x.dtype)
     mean = product(shares, x)[0]
     return _sum_of_two(mean, product(shares, x - mean[None])[0])
@@ -446,7 +529,8 @@ def gram_root(x: Float[Array, "n d"]) -> Float[Array, "d d"]:
     return jnp.linalg.qr(jnp.pad(x, ((0, max(0, x.shape[1] - x.shape[0])), (0, 0))), mode="r")
 
 
-# The tangent dR has R^T dR + dR^T R = d(x^T x), and is finite if x is rank-deficient, unlike that of QR.
+# The tangent dR has R^T dR + dR^T R = d(x^T x), and is finite if x is rank-deficient, unlike that
+# of QR.
 @gram_root.defjvp
 def _gram_root_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (dx,) = primals, tangents

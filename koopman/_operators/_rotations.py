@@ -31,19 +31,24 @@ class Point(NamedTuple):
     step: Array
 
 
-def descend(a: Array, b: Array, start: Array, *, num_steps: int | Array, tolerance: float, inner: int) -> Point:
+def descend(
+    a: Array, b: Array, start: Array, *, num_steps: int | Array, tolerance: float, inner: int
+) -> Point:
     """Take trust-region Newton steps until the gradient is below `tolerance` or `num_steps` are taken.
 
-    Source: Absil, Mahony and Sepulchre (2008), Optimization algorithms on matrix manifolds, algorithms 10 and 11.
+    Source: Absil, Mahony and Sepulchre (2008), Optimization algorithms on matrix manifolds,
+    algorithms 10 and 11.
     """
     rounding = 10 * float(jnp.finfo(a.dtype).eps)
 
     def at(rotation: Array, radius: Array, step: Array) -> Point:
         moved = product(rotation, product(b, rotation.T))
-        # E -> E - <skew [R, M^T], W> + <[W, A], [W, M]> / 2 + O(|W|^3) for a step C -> exp(W) C along a skew W, with
-        # M = C B C^T, R = A - M and commutators [X, Y] = X Y - Y X.
+        # E -> E - <skew [R, M^T], W> + <[W, A], [W, M]> / 2 + O(|W|^3) for a step C -> exp(W) C
+        # along a skew W, with M = C B C^T, R = A - M and commutators [X, Y] = X Y - Y X.
         rest = a - moved
-        return Point(rotation, moved, 0.5 * jnp.sum(rest**2), skew(_commutator(rest, moved.T)), radius, step)
+        return Point(
+            rotation, moved, 0.5 * jnp.sum(rest**2), skew(_commutator(rest, moved.T)), radius, step
+        )
 
     def body(here: Point) -> Point:
         def curvature(w: Array) -> Array:
@@ -53,14 +58,22 @@ def descend(a: Array, b: Array, start: Array, *, num_steps: int | Array, toleran
         turn, bent, at_edge = newton_step(here.slope, curvature, here.radius, inner)
         promised = jnp.sum(turn * here.slope) - 0.5 * jnp.sum(turn * bent)
         there = at(_turned(turn, here.rotation), here.radius, here.step)
-        noise = rounding * jnp.sqrt(here.energy)  # rounding of equal energies, which must not reject a step
+        noise = rounding * jnp.sqrt(
+            here.energy
+        )  # rounding of equal energies, which must not reject a step
         ratio = (here.energy - there.energy + noise) / (promised + noise)
-        wider = jnp.where((ratio > 0.75) & at_edge, jnp.minimum(2 * here.radius, RADIUS), here.radius)
+        wider = jnp.where(
+            (ratio > 0.75) & at_edge, jnp.minimum(2 * here.radius, RADIUS), here.radius
+        )
         taken = jax.tree.map(lambda new, old: jnp.where(ratio > 0.05, new, old), there, here)
-        return taken._replace(radius=jnp.where(ratio < 0.25, 0.25 * norm(turn), wider), step=here.step + 1)
+        return taken._replace(
+            radius=jnp.where(ratio < 0.25, 0.25 * norm(turn), wider), step=here.step + 1
+        )
 
     first = at(start, jnp.asarray(RADIUS, a.dtype), jnp.asarray(0))
-    return lax.while_loop(lambda here: (here.step < num_steps) & (norm(here.slope) > tolerance), body, first)
+    return lax.while_loop(
+        lambda here: (here.step < num_steps) & (norm(here.slope) > tolerance), body, first
+    )
 
 
 def _commutator(x: Array, y: Array) -> Array:
@@ -74,7 +87,8 @@ def skew(x: Array) -> Array:
 
 def _turned(turn: Array, rotation: Array) -> Array:
     """Return an orthogonal matrix that is exp(W) C to second order."""
-    # I + W + W^2 / 2 + W^3 / 8 is orthogonal up to -W^6 / 64; Newton-Schulz steps converge to the polar factor.
+    # I + W + W^2 / 2 + W^3 / 8 is orthogonal up to -W^6 / 64; Newton-Schulz steps converge to the
+    # polar factor.
     square = product(turn, turn)
     moved = rotation + product(turn + 0.5 * square + 0.125 * product(square, turn), rotation)
     for _ in range(3):
@@ -114,8 +128,11 @@ def newton_step(
         room = jnp.maximum(radius**2 - jnp.sum(now.turn**2), 0.0)
         # Negative curvature is followed to the edge, away from saddles.
         to_edge = room / (along + jnp.sqrt(along**2 + square * room))
-        # Turns within an eigenspace have zero curvature up to rounding. After the first step they do not lower E.
-        flat = (now.number > 0) & (jnp.abs(bend) <= 100 * float(jnp.finfo(slope.dtype).eps) * square)
+        # Turns within an eigenspace have zero curvature up to rounding. After the first step they
+        # do not lower E.
+        flat = (now.number > 0) & (
+            jnp.abs(bend) <= 100 * float(jnp.finfo(slope.dtype).eps) * square
+        )
         out = ~flat & ((bend <= 0) | (length >= to_edge))
         length = jnp.where(flat, 0.0, jnp.where(out, to_edge, length))
         rest = now.rest - length * bent_ahead

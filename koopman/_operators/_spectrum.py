@@ -24,21 +24,24 @@ from koopman._operators._subspaces import refused
 class Eigensystem(NamedTuple):
     """Eigenpairs of an operator, K w_i = lambda_i w_i and l_i^T K = lambda_i l_i^T, by falling modulus.
 
-    Of a conjugate pair the eigenvalue with positive imaginary part comes first. Derivatives are not finite if
-    eigenvalues coincide. Those of `right` and `left` are with respect to the operator, not to the data: they omit a
-    rotation of the latent functions.
+    Of a conjugate pair the eigenvalue with positive imaginary part comes first. Derivatives are not
+    finite if eigenvalues coincide. Those of `right` and `left` are with respect to the operator,
+    not to the data: they omit a rotation of the latent functions.
 
     Attributes:
         eigenvalues: Complex eigenvalues per lag, [r].
-        right: w_i in columns: [r, r]. The eigenfunction psi_i has mean square 1 on the training states, and the largest
-            amplitude of its mode (of w_i, if the mode vanishes) is real and positive.
+        right: w_i in columns: [r, r]. The eigenfunction psi_i has mean square 1 on the training
+            states, and the largest amplitude of its mode (of w_i, if the mode vanishes) is real and
+            positive.
         left: l_i in columns, l_j^T w_i = delta_ij without conjugation: [r, r].
-        residuals: sqrt(E|psi_i(y) - lambda_i psi_i(x)|^2 / E|psi_i(x)|^2) on the training pairs, centred if the
-            operator is: [r]. In a deterministic system a large residual indicates a spurious pair; in a noisy one an
-            exact pair has sqrt(1 - |lambda_i|^2). With as many latent functions as samples it vanishes.
-        condition: |l_i| |w_i|, the eigenvalue's condition number in latent coordinates, 1 for a normal K: [r].
-        shrinkage: Factor of `alpha` in lambda_i, to first order: 1 - b^4 with b the share of `alpha` in psi_i's
-            regularised norm: [r]. A pair far below 1 depends little on the data.
+        residuals: sqrt(E|psi_i(y) - lambda_i psi_i(x)|^2 / E|psi_i(x)|^2) on the training pairs,
+            centred if the operator is: [r]. In a deterministic system a large residual indicates a
+            spurious pair; in a noisy one an exact pair has sqrt(1 - |lambda_i|^2). With as many
+            latent functions as samples it vanishes.
+        condition: |l_i| |w_i|, the eigenvalue's condition number in latent coordinates, 1 for a
+            normal K: [r].
+        shrinkage: Factor of `alpha` in lambda_i, to first order: 1 - b^4 with b the share of
+            `alpha` in psi_i's regularised norm: [r]. A pair far below 1 depends little on the data.
     """
 
     eigenvalues: Complex[Array, " r"]
@@ -76,9 +79,15 @@ def decompose(operator: Operator) -> Eigensystem:
     power = jnp.real(jnp.sum(right.conj() * product(operator.gram_x.astype(kind), right), 0))
     # An eigenfunction that vanishes on the data keeps its scale.
     held = power > 0
-    right = right * jnp.where(held, jax.lax.rsqrt(jnp.where(held, power, 1.0)), 1.0)[None].astype(kind)
+    right = right * jnp.where(held, jax.lax.rsqrt(jnp.where(held, power, 1.0)), 1.0)[None].astype(
+        kind
+    )
     left = jnp.linalg.inv(right).T
-    phase = _phase(product(operator.readout.T.astype(kind), left), jnp.linalg.norm(left, axis=0), operator.readout)
+    phase = _phase(
+        product(operator.readout.T.astype(kind), left),
+        jnp.linalg.norm(left, axis=0),
+        operator.readout,
+    )
     right, left = right * phase[None], left * phase.conj()[None]
     ahead = jnp.real(jnp.sum(right.conj() * product(operator.gram_y.astype(kind), right), 0))
     across = jnp.sum(right.conj() * product(operator.cross_gram.astype(kind), right), 0)
@@ -97,7 +106,8 @@ def decompose(operator: Operator) -> Eigensystem:
 
 def _constants(operator: Operator, spectrum: Eigensystem) -> Array:
     """Return m w_i / (lambda_i - 1) of each right eigenfunction [r], or zero if lambda_i is 1 up to rounding."""
-    # The added constant c_i solves (lambda_i - 1) c_i = m w_i, which in general has no solution at lambda_i = 1.
+    # The added constant c_i solves (lambda_i - 1) c_i = m w_i. In general it has no solution if
+    # lambda_i is 1.
     gap = spectrum.eigenvalues - 1
     eps = jnp.finfo(operator.core.dtype).eps
     known = jnp.abs(gap) > 64 * eps * jnp.linalg.norm(operator.core) * spectrum.condition
@@ -114,7 +124,9 @@ def _phase(amplitudes: Array, size: Array, readout: Array) -> Array:
 
 
 @validated
-def right_eigenfunctions(operator: Operator, x: Rows, spectrum: Eigensystem | None = None) -> Complex[Array, "n r"]:
+def right_eigenfunctions(
+    operator: Operator, x: Rows, spectrum: Eigensystem | None = None
+) -> Complex[Array, "n r"]:
     """Return psi_i(x) = u(x) w_i + m w_i / (lambda_i - 1), with E[psi_i(x_{t+1}) | x_t] = lambda_i psi_i(x_t).
 
     The constant is zero for operators that are not centred, and at lambda_i = 1.
@@ -125,7 +137,8 @@ def right_eigenfunctions(operator: Operator, x: Rows, spectrum: Eigensystem | No
         spectrum: Result of `decompose`, if known.
 
     Returns:
-        Values [n, r] with mean square 1 on the training states, or variance 1 if the operator is centred.
+        Values [n, r] with mean square 1 on the training states, or variance 1 if the operator is
+        centred.
     """
     spectrum = decompose(operator) if spectrum is None else spectrum
     return _right_values(operator, spectrum, operator.encode(x))
@@ -133,11 +146,16 @@ def right_eigenfunctions(operator: Operator, x: Rows, spectrum: Eigensystem | No
 
 @eqx.filter_jit
 def _right_values(operator: Operator, spectrum: Eigensystem, latent: Array) -> Array:
-    return product(latent.astype(spectrum.right.dtype), spectrum.right) + _constants(operator, spectrum)[None]
+    return (
+        product(latent.astype(spectrum.right.dtype), spectrum.right)
+        + _constants(operator, spectrum)[None]
+    )
 
 
 @validated
-def left_eigenfunctions(operator: Operator, x: Rows, spectrum: Eigensystem | None = None) -> Complex[Array, "n r"]:
+def left_eigenfunctions(
+    operator: Operator, x: Rows, spectrum: Eigensystem | None = None
+) -> Complex[Array, "n r"]:
     """Return xi_i(x) = <C_yx U F l_i, phi(x)> / lambda_i; zero for an eigenvalue of zero.
 
     Args:
@@ -146,7 +164,8 @@ def left_eigenfunctions(operator: Operator, x: Rows, spectrum: Eigensystem | Non
         spectrum: Result of `decompose`, if known.
 
     Returns:
-        Values [n, r], bi-orthonormal to the right eigenfunctions: <xi_j, psi_i> = delta_ij in feature space.
+        Values [n, r], bi-orthonormal to the right eigenfunctions: <xi_j, psi_i> = delta_ij in
+        feature space.
     """
     spectrum = decompose(operator) if spectrum is None else spectrum
     return _left_values(spectrum, operator.dual(x))
@@ -163,17 +182,18 @@ class Modes(NamedTuple):
     """Contributions of the eigenfunctions to an observable.
 
     Attributes:
-        amplitudes: l_i^T D: [r, ...]; the mode at state x is psi_i(x) times it. Modes and `constant` sum to the
-            forecast of one lag, and times lambda_i^(s-1) to that of s lags (at lambda_i = 1 without the drift).
+        amplitudes: l_i^T D: [r, ...]; the mode at state x is psi_i(x) times it. Modes and
+            `constant` sum to the forecast of one lag, and times lambda_i^(s-1) to that of s lags
+            (at lambda_i = 1 without the drift).
         frequency: |arg lambda| / 2 pi, in cycles per unit of `time_step`: [r].
         half_life: Time in which the mode falls to a half; infinite if it does not decay: [r].
         implied_time_scale: -1 / growth; infinite for a mode that does not decay: [r].
         growth: log |lambda| / time_step, minus infinity at lambda = 0: [r].
         share: Fraction of the variance of the forecast of one lag on the training states,
-            Re E[conj(p_i) . p] / E|p|^2 of the centred modes p_i and their sum p: [r]. Fractions sum to 1; a mode that
-            cancels others has a negative one.
-        constant: Mode of the constant function of a centred operator, the observable at the fixed point; else zero:
-            [...].
+            Re E[conj(p_i) . p] / E|p|^2 of the centred modes p_i and their sum p: [r]. Fractions
+            sum to 1; a mode that cancels others has a negative one.
+        constant: Mode of the constant function of a centred operator, the observable at the fixed
+            point; else zero: [...].
     """
 
     amplitudes: Complex[Array, "r *o"]
@@ -188,10 +208,13 @@ class Modes(NamedTuple):
         if self.growth.ndim != 1 or is_traced(self.growth):
             return printed(self)
         lines = [
-            "Modes, a line for each pair; the unit of time is that of `time_step`, by default one lag:",
+            "Modes, a line for each pair; the unit of time is that of `time_step`, by default "
+            "one lag:",
             "    growth  frequency  half-life   share",
         ]
-        known = [np.asarray(part) for part in (self.growth, self.frequency, self.half_life, self.share)]
+        known = [
+            np.asarray(part) for part in (self.growth, self.frequency, self.half_life, self.share)
+        ]
         columns = np.stack(known, 1)
         place = 0
         while place < len(columns) and len(lines) < 12:
@@ -206,7 +229,9 @@ class Modes(NamedTuple):
 
 
 @validated
-def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Eigensystem | None = None) -> Modes:
+def modes(
+    operator: Operator, *, time_step: Scalar = 1.0, spectrum: Eigensystem | None = None
+) -> Modes:
     """Return the Koopman modes of the observable that the operator was fitted with, in the order of the spectrum.
 
     Args:
@@ -226,11 +251,17 @@ def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Eigensystem 
 def _modes(operator: Operator, spectrum: Eigensystem, time_step: Array) -> Modes:
     amplitudes = product(spectrum.left.T, operator.readout.astype(spectrum.left.dtype))
     about_mean = operator.gram_x - operator.mean_latent[:, None] * operator.mean_latent[None]
-    held = product(spectrum.right.conj().T, product(about_mean.astype(amplitudes.dtype), spectrum.right))
-    parts = amplitudes / scale_of(jnp.max(jnp.abs(amplitudes)))  # otherwise squares may overflow or vanish
+    held = product(
+        spectrum.right.conj().T, product(about_mean.astype(amplitudes.dtype), spectrum.right)
+    )
+    parts = amplitudes / scale_of(
+        jnp.max(jnp.abs(amplitudes))
+    )  # otherwise squares may overflow or vanish
     power = jnp.sum(jnp.real(held * product(parts.conj(), parts.T)), 1)
     total = jnp.sum(power)
-    fixed = operator.mean_observable - jnp.real(product(_constants(operator, spectrum)[None], amplitudes)[0])
+    fixed = operator.mean_observable - jnp.real(
+        product(_constants(operator, spectrum)[None], amplitudes)[0]
+    )
     values = spectrum.eigenvalues
     known = values != 0
     values = jnp.where(known, values, 1.0)
@@ -268,18 +299,23 @@ def _symmetric_eigenvalues(matrix: Array) -> Array:
 
 
 @_symmetric_eigenvalues.defjvp
-def _symmetric_eigenvalues_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+def _symmetric_eigenvalues_jvp(
+    primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
     values, vectors = jnp.linalg.eigh(primals[0])
     turned = product(vectors.T, product(tangents[0], vectors))
-    return values[::-1], slopes(turned, _unresolved(values, jnp.ones_like(values), primals[0]))[::-1]
+    return values[::-1], slopes(turned, _unresolved(values, jnp.ones_like(values), primals[0]))[
+        ::-1
+    ]
 
 
 @jax.custom_jvp
 def eigenpairs(matrix: Float[Array, "r r"]) -> tuple[Complex[Array, " r"], Complex[Array, "r r"]]:
     """Return eigenvalues by falling modulus, and unit eigenvectors in columns with real positive largest entries.
 
-    Derivatives are dlambda_j = l_j^T dM w_j and dw_j = sum_i w_i l_i^T dM w_j / (lambda_j - lambda_i), plus a multiple
-    of w_j that keeps the normalisation. They are not finite if eigenvalues coincide to rounding.
+    Derivatives are dlambda_j = l_j^T dM w_j and dw_j = sum_i w_i l_i^T dM w_j / (lambda_j -
+    lambda_i), plus a multiple of w_j that keeps the normalisation. They are not finite if
+    eigenvalues coincide to rounding.
 
     Args:
         matrix: A square matrix, [r, r].
@@ -291,7 +327,10 @@ def eigenpairs(matrix: Float[Array, "r r"]) -> tuple[Complex[Array, " r"], Compl
         values, right = jnp.linalg.eig(matrix)
     else:  # for one small matrix the host is faster
         kind = jnp.result_type(matrix.dtype, jnp.complex64)
-        shapes = jax.ShapeDtypeStruct(matrix.shape[:1], kind), jax.ShapeDtypeStruct(matrix.shape, kind)
+        shapes = (
+            jax.ShapeDtypeStruct(matrix.shape[:1], kind),
+            jax.ShapeDtypeStruct(matrix.shape, kind),
+        )
         values, right = jax.pure_callback(_eig_on_host, shapes, matrix, vmap_method="expand_dims")
     # Moduli that differ by rounding count as equal, so that conjugate pairs stay adjacent.
     size = jnp.abs(values)
@@ -303,7 +342,9 @@ def eigenpairs(matrix: Float[Array, "r r"]) -> tuple[Complex[Array, " r"], Compl
 
 
 @eigenpairs.defjvp
-def _eigenpairs_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+def _eigenpairs_jvp(
+    primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     values, right = eigenpairs(primals[0])
     left = jnp.linalg.inv(right)
     turned = product(left, product(tangents[0].astype(right.dtype), right))
@@ -328,10 +369,14 @@ def couplings(
 ) -> Inexact[Array, "k r"]:
     """Return perturbation / gap, the change of eigenvectors j (columns) along i (rows), zero for i = j."""
     itself = jnp.eye(*gap.shape, dtype=bool)
-    return jnp.where(itself, 0.0, refused(perturbation / jnp.where(itself | unresolved, 1.0, gap), unresolved))
+    return jnp.where(
+        itself, 0.0, refused(perturbation / jnp.where(itself | unresolved, 1.0, gap), unresolved)
+    )
 
 
-def slopes(perturbation: Inexact[Array, "k r"], unresolved: Bool[Array, "k r"]) -> Inexact[Array, " r"]:
+def slopes(
+    perturbation: Inexact[Array, "k r"], unresolved: Bool[Array, "k r"]
+) -> Inexact[Array, " r"]:
     """Return derivatives of eigenvalues j, the diagonal; not finite if coinciding ones are coupled."""
     coupled = jnp.where(unresolved, refused(perturbation, unresolved), 0.0)
     return jnp.diagonal(perturbation)[: perturbation.shape[1]] + jnp.sum(coupled, 0)

@@ -23,8 +23,9 @@ Rank = int | Int[Array | np.ndarray, ""]
 SOLVERS = ("auto", "dense", "krylov", "randomized")
 # "auto" is "dense" up to this number of rows or columns.
 DENSE_UP_TO = 256
-# Number of further columns, and of blocks in a Krylov space before a restart with its best vectors: narrow blocks and
-# long spaces if a product is cheap, wide blocks and short spaces if each inner product costs a solve.
+# Number of further columns, and of blocks in a Krylov space before a restart with its best vectors:
+# narrow blocks and long spaces if a product is cheap, wide blocks and short spaces if each inner
+# product costs a solve.
 _OVERSAMPLING, _BLOCKS = 4, 8
 _OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER = 8, 2
 NUM_CHECKED = 64
@@ -53,9 +54,14 @@ class Basis(NamedTuple):
 
     vectors: Array  # eigenvectors, left singular vectors, or of a fit U, [d, size], or W, [n, size]
     values: Array  # eigenvalues or singular values, falling: [size]
-    rest: Array  # values that follow: all from a dense solver, lower bounds of a few from an iterative one
-    variance: Array | None = None  # eigenvalue number `size` of C_x or K, or a bound of it, to compare with `alpha`
-    residual: Array | None = None  # over the largest eigenvalue (of the operator, or of M M^T); None without iterations
+    # values that follow: all from a dense solver, lower bounds of a few from an iterative one
+    rest: Array
+    variance: Array | None = (
+        None  # eigenvalue number `size` of C_x or K, or a bound of it, to compare with `alpha`
+    )
+    residual: Array | None = (
+        None  # over the largest eigenvalue (of the operator, or of M M^T); None without iterations
+    )
 
 
 class FeatureRegression(eqx.Module):
@@ -67,7 +73,9 @@ class FeatureRegression(eqx.Module):
     active: Array  # latent functions in use, the others are zero
     size: int = eqx.field(static=True)  # latent functions
     solver: str = eqx.field(static=True)  # see `find_left_vectors`
-    route: str = eqx.field(static=True)  # "qr", "covariance", or "auto": the second if `suffices`, else the first
+    route: str = eqx.field(
+        static=True
+    )  # "qr", "covariance", or "auto": the second if `suffices`, else the first
 
     @property
     def suffices(self) -> Array:
@@ -76,7 +84,8 @@ class FeatureRegression(eqx.Module):
         square = product(x.T, x)
         sizes = jnp.diagonal(square)
         trace = jnp.sum(sizes)
-        # A Cholesky factor exists if all eigenvalues are positive, and is cheaper than the eigenvalues.
+        # A Cholesky factor exists if all eigenvalues are positive, and is cheaper than the
+        # eigenvalues.
         least = 1e6 * jnp.finfo(x.dtype).eps * trace - jnp.where(sizes == 0, trace, 0.0)
         # Members of a `vmap` decide together, because a mapped condition would run both programs.
         return _all_members(jnp.isfinite(jnp.linalg.cholesky(square - jnp.diag(least))).all())
@@ -85,13 +94,20 @@ class FeatureRegression(eqx.Module):
     def threshold(self) -> Array:
         """Relative size below which a singular value of the data counts as zero."""
         eps = jnp.finfo(self.x.dtype).eps
-        # Zero eigenvalues of C_x were 0.2 to 3.2 rounding units, for 10 to 1500 columns and up to 100 000 rows.
-        qr, covariance = (jnp.asarray(value, self.x.dtype) for value in (self.x.shape[1] * eps, (8 * eps) ** 0.5))
+        # Zero eigenvalues of C_x were 0.2 to 3.2 rounding units, for 10 to 1500 columns and up to
+        # 100 000 rows.
+        qr, covariance = (
+            jnp.asarray(value, self.x.dtype) for value in (self.x.shape[1] * eps, (8 * eps) ** 0.5)
+        )
         if self.route == "auto":
             return jnp.where(self.suffices, covariance, qr)
         return qr if self.route == "qr" else covariance
 
-    def either(self, quick: Callable[["FeatureRegression"], Any], whole: Callable[["FeatureRegression"], Any]) -> Any:
+    def either(
+        self,
+        quick: Callable[["FeatureRegression"], Any],
+        whole: Callable[["FeatureRegression"], Any],
+    ) -> Any:
         """Return `quick` of the problem if second moments suffice, else `whole` of it, computing only one of them."""
         return lax.cond(self.suffices, quick, whole, self)
 
@@ -99,7 +115,9 @@ class FeatureRegression(eqx.Module):
         """Return a function of the problem with its route resolved."""
         if self.route != "auto":
             return function(self)
-        return self.either(lambda given: function(given.via("covariance")), lambda given: function(given.via("qr")))
+        return self.either(
+            lambda given: function(given.via("covariance")), lambda given: function(given.via("qr"))
+        )
 
     def via(self, route: str) -> "FeatureRegression":
         """Return the same problem with another route."""
@@ -184,8 +202,8 @@ class KernelRegression(eqx.Module):
     @property
     def cutoff(self) -> float:
         """Relative size below which an eigenvalue of K counts as zero: 8 times the rounding unit."""
-        # Zero eigenvalues of kernels were 1.3 to 3.3 rounding units, for 30 to 2000 samples. A cut-off in proportion to
-        # n would drop directions that the regularised risk needs.
+        # Zero eigenvalues of kernels were 1.3 to 3.3 rounding units, for 30 to 2000 samples. A
+        # cut-off in proportion to n would drop directions that the regularised risk needs.
         return 8 * float(jnp.finfo(self.x.dtype).eps)
 
     def scale(self, values: Float[Array, " k"]) -> tuple[Array, Array]:
@@ -198,7 +216,13 @@ class KernelRegression(eqx.Module):
         """Return P, l, s, g, P^T L P: K = P diag(l) P^T, l falling, s = (l (l + alpha))^(-1/2), T = P g^2 P^T."""
         values, vectors = eigenpairs(self.x)
         scale, _ = self.scale(values)
-        return vectors, values, scale, (scale * values)[:, None], product(vectors.T, product(self.y, vectors))
+        return (
+            vectors,
+            values,
+            scale,
+            (scale * values)[:, None],
+            product(vectors.T, product(self.y, vectors)),
+        )
 
 
 def leading_of(matrix: Float[Array, "n n"], size: int) -> Basis:
@@ -209,18 +233,23 @@ def leading_of(matrix: Float[Array, "n n"], size: int) -> Basis:
 
 def eigenpairs(matrix: Float[Array, "n n"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
     """Return eigenvalues of a positive matrix, falling, and eigenvectors in columns."""
-    # At low rank LAPACK returns zeros of up to 48 rounding units of the largest eigenvalue (2000 equal rows, on one of
-    # two processors), while their quotients v^T K v are at most 0.3 units.
+    # At low rank LAPACK returns zeros of up to 48 rounding units of the largest eigenvalue (2000
+    # equal rows, on one of two processors), while their quotients v^T K v are at most 0.3 units.
     values, vectors = jnp.linalg.eigh(matrix)
     values, vectors = values[::-1], vectors[:, ::-1]
     head = vectors[:, :NUM_CHECKED]
     quotients = jnp.sum(head * product(matrix, head), 0)
     found = values[:NUM_CHECKED]
-    return values.at[:NUM_CHECKED].set(jnp.where(2 * quotients < found, jnp.maximum(quotients, 0.0), found)), vectors
+    return values.at[:NUM_CHECKED].set(
+        jnp.where(2 * quotients < found, jnp.maximum(quotients, 0.0), found)
+    ), vectors
 
 
 def mixing(
-    numerator: Float[Array, "k r"], squares: Float[Array, " k"], active: Int[Array, ""], floor: float = 0.0
+    numerator: Float[Array, "k r"],
+    squares: Float[Array, " k"],
+    active: Int[Array, ""],
+    floor: float = 0.0,
 ) -> Float[Array, "k r"]:
     """Return the derivative of leading eigenvectors along the others, N_ij / (s_j - s_i), i beyond and j within."""
     rows, columns = jnp.arange(numerator.shape[0])[:, None], jnp.arange(numerator.shape[1])[None]
@@ -228,7 +257,8 @@ def mixing(
     gap = leading - squares[:, None]
     used = (rows >= active) & (columns < active) & (leading > floor * squares[0])
     eps = jnp.finfo(squares.dtype).eps
-    # Gaps of small eigenvalues may be rounding of the largest, or of themselves if they are accurate.
+    # Gaps of small eigenvalues may be rounding of the largest, or of themselves if they are
+    # accurate.
     noise = 64 * eps * jnp.where(leading > eps**0.5 * squares[0], squares[0], leading)
     tied = used & (gap <= noise)
     return refused(jnp.where(used, numerator / jnp.where(used & ~tied, gap, 1.0), 0.0), tied)
@@ -244,12 +274,17 @@ def find_eigenpairs(
 ) -> Basis:
     """Find leading eigenpairs of a positive semidefinite operator, by restarted block Krylov spaces.
 
-    `apply`: Self-adjoint A on a block [size, columns]. With `inner`, A of a block is `apply(inner(block))`.
+    `apply`: Self-adjoint A on a block [size, columns]. With `inner`, A of a block is
+    `apply(inner(block))`.
 
-    Source: Musco and Musco (2015), Randomized block Krylov methods for stronger and faster approximate SVD, algorithm
-    2.
+    Source: Musco and Musco (2015), Randomized block Krylov methods for stronger and faster
+    approximate SVD, algorithm 2.
     """
-    extra, blocks = (_OVERSAMPLING, _BLOCKS) if inner is None else (_OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER)
+    extra, blocks = (
+        (_OVERSAMPLING, _BLOCKS)
+        if inner is None
+        else (_OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER)
+    )
     width = number + extra
     if size <= blocks * width:  # the Krylov space would be the whole space
         width, blocks = size, 1
@@ -268,9 +303,12 @@ def find_eigenpairs(
         best = mixing[:, ::-1][:, :width]
         values = values[::-1][:width]
         vectors, images = product(basis, best), product(image, best)
-        # Residuals are measured in the inner product, because its null directions hold only rounding.
+        # Residuals are measured in the inner product, because its null directions hold only
+        # rounding.
         off = (images - vectors * values[None])[:, :number]
-        off = off / scale_of(jnp.maximum(values[0], tiny))  # squares in units of the operator may overflow
+        off = off / scale_of(
+            jnp.maximum(values[0], tiny)
+        )  # squares in units of the operator may overflow
         squares = jnp.sum(off * (off if inner is None else inner(off)), 0)
         largest = jnp.maximum(values[0], tiny) / scale_of(jnp.maximum(values[0], tiny))
         return vectors, values, jnp.sqrt(jnp.maximum(jnp.max(squares), 0.0)) / largest
@@ -284,7 +322,9 @@ def find_eigenpairs(
         return *space(state[0]), state[2], state[4] + 1
 
     # A fixed key makes the result a pure function of the operator.
-    start = jnp.linalg.qr(image_of(jax.random.normal(named_key("first vectors"), (size, width), dtype)))[0]
+    start = jnp.linalg.qr(
+        image_of(jax.random.normal(named_key("first vectors"), (size, width), dtype))
+    )[0]
     first = space(start)
     vectors, values, off, *_ = lax.while_loop(going, body, (*first, first[2], jnp.asarray(1)))
     return Basis(vectors[:, :number], values[:number], values[number:], residual=off)
@@ -315,7 +355,8 @@ def find_left_vectors(
 
         found = find_eigenpairs(squared, rows, number, dtype=matrix.dtype)
         values, rest = (
-            jnp.sqrt(jnp.maximum(part, 0.0)) * unit * grade + undefined for part in (found.values, found.rest)
+            jnp.sqrt(jnp.maximum(part, 0.0)) * unit * grade + undefined
+            for part in (found.values, found.rest)
         )
         return found._replace(vectors=found.vectors + undefined, values=values, rest=rest)
     matrix = factors * matrix
@@ -338,7 +379,11 @@ def chosen_solver(solver: str, rows: int, columns: int, number: int) -> str:
     """Return the solver for `number` singular vectors, with "auto" resolved."""
     if solver != "auto":
         return solver
-    return "krylov" if min(rows, columns) > DENSE_UP_TO and number <= min(rows, columns) // 16 else "dense"
+    return (
+        "krylov"
+        if min(rows, columns) > DENSE_UP_TO and number <= min(rows, columns) // 16
+        else "dense"
+    )
 
 
 def _orthonormal(block: Array, inner: Callable[[Array], Array] | None) -> tuple[Array, Array]:
@@ -357,9 +402,11 @@ def _orthonormal(block: Array, inner: Callable[[Array], Array] | None) -> tuple[
     return block, dual
 
 
-def refused(tangent: Inexact[Array, "..."], unresolved: Bool[Array, "..."]) -> Inexact[Array, "..."]:
+def refused(
+    tangent: Inexact[Array, "..."], unresolved: Bool[Array, "..."]
+) -> Inexact[Array, "..."]:
     """Return the tangent, infinite if it is unresolved and not zero."""
-    # Without a gap there is no derivative, and a wrong finite one would go unnoticed. A product is linear in the
-    # tangent, so it has a transpose. NaN would spread to other gradients, as 0 * NaN.
+    # Without a gap there is no derivative, and a wrong finite one would go unnoticed. A product is
+    # linear in the tangent, so it has a transpose. NaN would spread to other gradients, as 0 * NaN.
     factor = jnp.where(unresolved, jnp.finfo(tangent.dtype).max, 1.0)
     return tangent * factor * factor

@@ -13,10 +13,25 @@ __all__ = [
 
 if TYPE_CHECKING:
     from koopman.datasets._exact import ExactSpectrum
-    from koopman.datasets._langevin import langevin_spectrum, overdamped_langevin, prinz_langevin, prinz_spectrum
-    from koopman.datasets._linear import linear_spectrum, linear_system, regime_switching_spectrum, regime_switching_var
+    from koopman.datasets._langevin import (
+        langevin_spectrum,
+        overdamped_langevin,
+        prinz_langevin,
+        prinz_spectrum,
+    )
+    from koopman.datasets._linear import (
+        linear_spectrum,
+        linear_system,
+        regime_switching_spectrum,
+        regime_switching_var,
+    )
     from koopman.datasets._maps import logistic_features, logistic_map, logistic_spectrum
     from koopman.datasets._ordered_mnist import OrderedDigits, cycle_spectrum, ordered_mnist
-    from koopman.datasets._systems import duffing, lorenz63, ornstein_uhlenbeck, ornstein_uhlenbeck_spectrum
+    from koopman.datasets._systems import (
+        duffing,
+        lorenz63,
+        ornstein_uhlenbeck,
+        ornstein_uhlenbeck_spectrum,
+    )
 else:
     __getattr__, __dir__ = attach(__name__)

@@ -18,11 +18,11 @@ class ExactSpectrum(NamedTuple):
     eigenvalues[i] <left_i, .> right_i, plus further components.
 
     Attributes:
-        eigenvalues: Eigenvalues by falling modulus, positive imaginary part first in each conjugate pair, real if the
-            system is reversible: [components].
+        eigenvalues: Eigenvalues by falling modulus, positive imaginary part first in each conjugate
+            pair, real if the system is reversible: [components].
         right: Function of states [n, d] to right eigenfunctions [n, components].
-        left: Function of states [n, d] to left eigenfunctions [n, components], <left_i, right_j> = delta_ij, equal to
-            `right` for a reversible system; or None.
+        left: Function of states [n, d] to left eigenfunctions [n, components], <left_i, right_j> =
+            delta_ij, equal to `right` for a reversible system; or None.
         density: Function of states [n, d] to the invariant density, [n]; or None.
     """
 

@@ -37,8 +37,8 @@ def overdamped_langevin(
 ) -> Float[Array, "*trajectories time d"]:
     """Simulate trajectories of dX = -grad V(X) / friction dt + sigma / friction dW by Euler and Maruyama's scheme.
 
-    The invariant density is proportional to exp(-V / kT) with kT = sigma^2 / (2 friction), up to an error linear in
-    `time_step / substeps`.
+    The invariant density is proportional to exp(-V / kT) with kT = sigma^2 / (2 friction), up to an
+    error linear in `time_step / substeps`.
 
     Args:
         potential: V, from one state [d] to its energy, differentiable by JAX.
@@ -57,18 +57,26 @@ def overdamped_langevin(
     _check_potential(potential, initial)
     one = partial(walk, _scheme(potential, friction, sigma, time_step, substeps), num_steps)
     # Initial states are given, not drawn.
-    return run_trajectories(one, lambda key: key, key, num_trajectories, initial, np.shape(initial)[-1])
+    return run_trajectories(
+        one, lambda key: key, key, num_trajectories, initial, np.shape(initial)[-1]
+    )
 
 
 def _check_potential(potential: Callable[[Array], Array], states: Array | np.ndarray) -> None:
     one = jax.ShapeDtypeStruct(np.shape(states)[-1:], jnp.result_type(float))
     energy = jax.eval_shape(potential, one)
-    if getattr(energy, "shape", None) not in ((), (1,)) or not jnp.issubdtype(energy.dtype, jnp.floating):
+    if getattr(energy, "shape", None) not in ((), (1,)) or not jnp.issubdtype(
+        energy.dtype, jnp.floating
+    ):
         fail("potential", f"give one real energy of a state {list(one.shape)}", f"{energy}")
 
 
 def _scheme(
-    potential: Callable[[Array], Array], friction: Scalar, sigma: Scalar, time_step: Scalar, substeps: int
+    potential: Callable[[Array], Array],
+    friction: Scalar,
+    sigma: Scalar,
+    time_step: Scalar,
+    substeps: int,
 ) -> Callable[[Array, Array], Array]:
     """Return the function of a state [d] and a key to the state after all substeps."""
     check_positive("friction", friction)
@@ -85,7 +93,9 @@ def _scheme(
         def substep(state: Array, draw: Array) -> tuple[Array, None]:
             return state - mobility * gradient(state) + deviation * draw, None
 
-        return jax.lax.scan(substep, state, jax.random.normal(key, (substeps, *state.shape), state.dtype))[0]
+        return jax.lax.scan(
+            substep, state, jax.random.normal(key, (substeps, *state.shape), state.dtype)
+        )[0]
 
     return advance
 
@@ -103,11 +113,13 @@ def langevin_spectrum(
 ) -> ExactSpectrum:
     """Return the spectrum over `time_step` of overdamped Langevin dynamics on a line, on the host.
 
-    The generator is L f = D exp(V / kT) (exp(-V / kT) f')', D = sigma^2 / (2 friction^2), kT = sigma^2 / (2 friction).
+    The generator is L f = D exp(V / kT) (exp(-V / kT) f')', D = sigma^2 / (2 friction^2), kT =
+    sigma^2 / (2 friction).
 
     Args:
         potential: V, from a state [1] to its energy, written in jax.numpy.
-        domain: Reflecting ends (a, b). The outer parts, 36 kT or more above the minimum, are cut off.
+        domain: Reflecting ends (a, b). The outer parts, 36 kT or more above the minimum, are cut
+            off.
         friction: Positive.
         sigma: Strength of the noise, positive.
         time_step: Lag of the operator, positive.
@@ -115,11 +127,12 @@ def langevin_spectrum(
         num_cells: Cells of the finer grid, even; at least eight per component.
 
     Returns:
-        Real eigenvalues exp(time_step times an eigenvalue of L), falling from 1; eigenfunctions orthonormal in L2 of
-        the invariant density, positive at the upper end; this density.
+        Real eigenvalues exp(time_step times an eigenvalue of L), falling from 1; eigenfunctions
+        orthonormal in L2 of the invariant density, positive at the upper end; this density.
 
     Raises:
-        ValueError: If the potential is undefined, does not return one number, or is too steep for the cells.
+        ValueError: If the potential is undefined, does not return one number, or is too steep for
+            the cells.
 
     References:
         Latorre, Metzner, Hartmann and Schuette (2011), Commun. Math. Sci. 9, 1051-1072.
@@ -135,11 +148,16 @@ def langevin_spectrum(
     def energy(x: np.ndarray) -> np.ndarray:
         # In float64 even if x64 mode is off, and on known values even under a trace.
         with jax.enable_x64(True), jax.ensure_compile_time_eval():
-            return np.asarray(jax.vmap(lambda state: jnp.sum(potential(state)))(x.reshape(-1, 1))) / temperature
+            return (
+                np.asarray(jax.vmap(lambda state: jnp.sum(potential(state)))(x.reshape(-1, 1)))
+                / temperature
+            )
 
     a, b = _within_cut_off(energy, domain)
     # Richardson extrapolation from h and 2 h removes the error of order h^2.
-    fine, coarse = (_reversible_chain(energy, a, b, cells, components) for cells in (num_cells, num_cells // 2))
+    fine, coarse = (
+        _reversible_chain(energy, a, b, cells, components) for cells in (num_cells, num_cells // 2)
+    )
     rates = temperature / float(friction) * (4 * fine.rates - coarse.rates) / 3
     rates[0] = 0.0
 
@@ -152,7 +170,9 @@ def langevin_spectrum(
     return ExactSpectrum(np.exp(-float(time_step) * rates), functions, functions, density)
 
 
-def _within_cut_off(energy: Callable[..., np.ndarray], domain: tuple[float, float]) -> tuple[float, float]:
+def _within_cut_off(
+    energy: Callable[..., np.ndarray], domain: tuple[float, float]
+) -> tuple[float, float]:
     """Return the interval from the first to the last point of the domain below the cut-off."""
     if not (len(domain) == 2 and np.all(np.isfinite(domain)) and domain[0] < domain[1]):
         fail("domain", "be two ends in ascending order", domain)
@@ -161,7 +181,11 @@ def _within_cut_off(energy: Callable[..., np.ndarray], domain: tuple[float, floa
     undefined = np.isnan(level) | (level == -np.inf)
     if undefined.any() or not np.isfinite(level).any():
         where = int(np.argmax(undefined))
-        fail("potential", "have a value at every state of the domain", f"{level[where]} at {grid[where]:.6g}")
+        fail(
+            "potential",
+            "have a value at every state of the domain",
+            f"{level[where]} at {grid[where]:.6g}",
+        )
     within = grid[level < np.min(level) + CUT_OFF]
     if len(within) < 40:
         fail("domain", "be narrower: only a hundredth of it or less is within reach", domain)
@@ -180,13 +204,15 @@ class _Chain(NamedTuple):
         return self.functions(np.clip(x[:, 0], *self.functions.x[[0, -1]]))
 
 
-def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cells: int, components: int) -> _Chain:
+def _reversible_chain(
+    energy: Callable[..., np.ndarray], a: float, b: float, cells: int, components: int
+) -> _Chain:
     """Discretise L with D = 1 by finite volumes, `energy` in units of kT."""
     edges, h = np.linspace(a, b, cells + 1, retstep=True)
     centres = (edges[1:] + edges[:-1]) / 2
     cell, edge = energy(centres), energy(edges[1:-1])
-    # Jumps between neighbouring cells have rates D / h^2 exp((V_cell - V_edge) / kT). The chain is reversible, so a
-    # similarity by the root of its density makes the matrix symmetric.
+    # Jumps between neighbouring cells have rates D / h^2 exp((V_cell - V_edge) / kT). The chain is
+    # reversible, so a similarity by the root of its density makes the matrix symmetric.
     leaving = np.zeros(cells)
     with np.errstate(all="ignore"):  # values that are not finite raise below
         leaving[:-1] += np.exp(cell[:-1] - edge)
@@ -194,8 +220,15 @@ def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cel
         between = -np.exp((cell[1:] + cell[:-1]) / 2 - edge)
     if not (np.isfinite(leaving).all() and np.isfinite(between).all()):
         advice = "Choose a `domain` without it, or more cells"
-        fail("potential", "rise and fall by less than 700 kT between neighbouring cells", "a steeper wall", advice)
-    rates, vectors = eigh_tridiagonal(leaving / h**2, between / h**2, select="i", select_range=(0, components - 1))
+        fail(
+            "potential",
+            "rise and fall by less than 700 kT between neighbouring cells",
+            "a steeper wall",
+            advice,
+        )
+    rates, vectors = eigh_tridiagonal(
+        leaving / h**2, between / h**2, select="i", select_range=(0, components - 1)
+    )
     lowest = np.min(cell)
     # Behind a high barrier, vectors of nearly equal rates are mixed. The stationary one is known.
     stationary = np.exp((lowest - cell) / 2) / np.linalg.norm(np.exp((lowest - cell) / 2))
@@ -204,7 +237,11 @@ def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cel
     partition = np.sum(np.exp(lowest - cell)) * h
     # A vector of norm 1 over the root of density times h is a function of norm 1.
     functions = vectors * np.sqrt(partition / h * np.exp(cell - lowest))[:, None]
-    return _Chain(rates, CubicSpline(centres, functions * np.sign(functions[-1])[None]), np.log(partition) - lowest)
+    return _Chain(
+        rates,
+        CubicSpline(centres, functions * np.sign(functions[-1])[None]),
+        np.log(partition) - lowest,
+    )
 
 
 def prinz_potential(x: Float[Array | np.ndarray, "..."]) -> Float[Array, "..."]:
@@ -212,11 +249,15 @@ def prinz_potential(x: Float[Array | np.ndarray, "..."]) -> Float[Array, "..."]:
 
     V(x) = 4 (x^8 + 0.8 exp(-80 x^2) + 0.2 exp(-80 (x - 0.5)^2) + 0.5 exp(-40 (x + 0.5)^2))
 
-    Source: Prinz, Wu, Sarich, Keller, Senne, Held, Chodera, Schuette and Noe (2011), Markov models of molecular
-    kinetics: generation and validation, section III.
+    Source: Prinz, Wu, Sarich, Keller, Senne, Held, Chodera, Schuette and Noe (2011), Markov models
+    of molecular kinetics: generation and validation, section III.
     """
     x = jnp.asarray(x)
-    bumps = 0.8 * jnp.exp(-80 * x**2) + 0.2 * jnp.exp(-80 * (x - 0.5) ** 2) + 0.5 * jnp.exp(-40 * (x + 0.5) ** 2)
+    bumps = (
+        0.8 * jnp.exp(-80 * x**2)
+        + 0.2 * jnp.exp(-80 * (x - 0.5) ** 2)
+        + 0.5 * jnp.exp(-40 * (x + 0.5) ** 2)
+    )
     return 4 * (x**8 + bumps)
 
 
@@ -234,7 +275,8 @@ def prinz_langevin(
 ) -> Float[Array, "*trajectories time 1"]:
     """Simulate trajectories of `overdamped_langevin` in a four-well potential (Prinz et al. 2011), from equilibrium.
 
-    With the default friction kT = 10 is above every barrier; with friction 1, kT = 1 and the wells are metastable.
+    With the default friction kT = 10 is above every barrier; with friction 1, kT = 1 and the wells
+    are metastable.
 
     Args:
         num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
@@ -243,8 +285,8 @@ def prinz_langevin(
         friction: Positive.
         sigma: Strength of the noise, positive.
         time_step: Time between recorded states, positive.
-        substeps: Steps of the scheme per recorded step, 1 or more. By default the slowest rate is 0.3 % too fast, with
-            one substep 4.3 %.
+        substeps: Steps of the scheme per recorded step, 1 or more. By default the slowest rate is
+            0.3 % too fast, with one substep 4.3 %.
         initial: State [1], or [num_trajectories, 1]. None draws it from the invariant density.
     """
     check_positive("sigma", sigma)
@@ -284,7 +326,9 @@ def prinz_spectrum(
     check_positive("friction", friction)
     edge = float(_prinz_edge(_temperature(friction, sigma)))
     options = {"time_step": time_step, "num_components": num_components, "num_cells": num_cells}
-    return langevin_spectrum(prinz_potential, (-edge, edge), friction=friction, sigma=sigma, **options)
+    return langevin_spectrum(
+        prinz_potential, (-edge, edge), friction=friction, sigma=sigma, **options
+    )
 
 
 def _prinz_edge(temperature: Any) -> Any:

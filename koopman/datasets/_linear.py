@@ -10,7 +10,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from scipy.linalg import solve_discrete_lyapunov
 
-from dissociation._core.checks import check_classes, check_count, check_finite, check_non_negative, fail, is_traced
+from dissociation._core.checks import (
+    check_classes,
+    check_count,
+    check_finite,
+    check_non_negative,
+    fail,
+    is_traced,
+)
 from dissociation._core.types import Count, PRNGKey, Scalar
 from dissociation._core.validation import validated
 from koopman.datasets._exact import ExactSpectrum, conjugate_order, rows
@@ -57,7 +64,9 @@ def linear_system(
 
         return scan_trajectory(advance, initial.astype(matrix.dtype), kicks)
 
-    return run_trajectories(one, _standard_normal(d, matrix.dtype), key, num_trajectories, initial, d)
+    return run_trajectories(
+        one, _standard_normal(d, matrix.dtype), key, num_trajectories, initial, d
+    )
 
 
 def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.ndarray, "d d"]:
@@ -65,7 +74,11 @@ def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.nd
     a = np.asarray(matrix, np.float64)
     radius = np.max(np.abs(np.linalg.eigvals(a)))
     if not radius < 1:
-        fail("matrix", "have all eigenvalues inside the unit circle to be stationary", f"spectral radius {radius:.6g}")
+        fail(
+            "matrix",
+            "have all eigenvalues inside the unit circle to be stationary",
+            f"spectral radius {radius:.6g}",
+        )
     b = _noise_matrix(noise, len(a), np.float64, np)
     return solve_discrete_lyapunov(a, b @ b.T)
 
@@ -74,26 +87,29 @@ def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.nd
 def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0) -> ExactSpectrum:
     """Return the spectrum of the evolution operator of `linear_system` on polynomials up to a degree, on the host.
 
-    With A^T w_i = lambda_i w_i the eigenvalues are all products of up to `degree` lambda_i. Eigenfunctions are products
-    of the w_i . x without noise, and with noise the coefficients of t^k in exp(w . x - w . C w / 2), w = sum_i t_i w_i,
-    with C the stationary covariance.
+    With A^T w_i = lambda_i w_i the eigenvalues are all products of up to `degree` lambda_i.
+    Eigenfunctions are products of the w_i . x without noise, and with noise the coefficients of t^k
+    in exp(w . x - w . C w / 2), w = sum_i t_i w_i, with C the stationary covariance.
 
     Args:
-        matrix: A, [d, d]; with noise, stable. If it is not diagonalisable, eigenfunctions are missing.
+        matrix: A, [d, d]; with noise, stable. If it is not diagonalisable, eigenfunctions are
+            missing.
         degree: Highest degree, 0 or more.
         noise: B, [d, sources], or a standard deviation.
 
     Returns:
-        All C(d + degree, degree) eigenvalues; right eigenfunctions, of which those of degree one have variance one
-        under the stationary distribution (or |w_i| = 1 in directions without noise) and others are not scaled; the
-        stationary density, if the noise reaches every direction.
+        All C(d + degree, degree) eigenvalues; right eigenfunctions, of which those of degree one
+        have variance one under the stationary distribution (or |w_i| = 1 in directions without
+        noise) and others are not scaled; the stationary density, if the noise reaches every
+        direction.
 
     Raises:
         ValueError: If there is noise and `matrix` is not stable.
 
     References:
-        Budisic, Mohr and Mezic (2012), Applied Koopmanism, section II. Metafune, Pallara and Priola (2002), Spectrum of
-        Ornstein-Uhlenbeck operators in L^p spaces, theorem 3.1 (continuous time).
+        Budisic, Mohr and Mezic (2012), Applied Koopmanism, section II. Metafune, Pallara and Priola
+        (2002), Spectrum of Ornstein-Uhlenbeck operators in L^p spaces, theorem 3.1 (continuous
+        time).
     """
     degree = check_count("degree", degree)
     a = np.asarray(matrix, np.float64)
@@ -106,7 +122,9 @@ def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0
         moved = variance > 1e-14 * np.trace(covariance)  # directions without noise keep |w_i| = 1
         w = w / np.sqrt(np.where(moved, variance, 1.0))[None, :]
     c = w.T @ covariance @ w
-    factors = [term for n in range(degree + 1) for term in combinations_with_replacement(range(d), n)]
+    factors = [
+        term for n in range(degree + 1) for term in combinations_with_replacement(range(d), n)
+    ]
     products = np.array([np.prod(values[list(term)]) for term in factors])
     order = conjugate_order(products)
 
@@ -119,11 +137,15 @@ def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0
             i, rest = term[0], term[1:]
             hermite[term] = u[:, i] * hermite[rest]
             for position, j in enumerate(rest):
-                hermite[term] = hermite[term] - c[i, j] * hermite[rest[:position] + rest[position + 1 :]]
+                hermite[term] = (
+                    hermite[term] - c[i, j] * hermite[rest[:position] + rest[position + 1 :]]
+                )
         return np.stack([hermite[factors[i]] for i in order], axis=1)
 
     full = noisy and np.linalg.matrix_rank(covariance) == d
-    return ExactSpectrum(products[order], right_functions, None, _normal_density(covariance) if full else None)
+    return ExactSpectrum(
+        products[order], right_functions, None, _normal_density(covariance) if full else None
+    )
 
 
 def _normal_density(covariance: np.ndarray) -> Callable[..., np.ndarray]:
@@ -183,35 +205,46 @@ def regime_switching_var(
         fail("initial_regime", f"be one of the regimes 0 to {regimes - 1}", initial_regime)
 
     def one(key: Array, initial: Array) -> RegimeTrajectory:
-        def step(carry: tuple[Array, Array], key: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        def step(
+            carry: tuple[Array, Array], key: Array
+        ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
             state, regime = carry
             key_noise, key_regime = jax.random.split(key)
-            kick = jnp.asarray(noise, matrices.dtype) * jax.random.normal(key_noise, (d,), matrices.dtype)
+            kick = jnp.asarray(noise, matrices.dtype) * jax.random.normal(
+                key_noise, (d,), matrices.dtype
+            )
             following = jnp.matmul(matrices[regime], state, precision="highest") + kick
-            chosen = jax.random.categorical(key_regime, jnp.log(transition[regime])).astype(regime.dtype)
+            chosen = jax.random.categorical(key_regime, jnp.log(transition[regime])).astype(
+                regime.dtype
+            )
             return (following, chosen), (following, chosen)
 
         start = (initial.astype(matrices.dtype), jnp.asarray(initial_regime, int))
         _, path = jax.lax.scan(step, start, step_keys(key, num_steps))
-        states, modes = (jnp.concatenate([first[None], rest]) for first, rest in zip(start, path, strict=True))
+        states, modes = (
+            jnp.concatenate([first[None], rest]) for first, rest in zip(start, path, strict=True)
+        )
         return RegimeTrajectory(states, modes)
 
-    return run_trajectories(one, _standard_normal(d, matrices.dtype), key, num_trajectories, initial, d)
+    return run_trajectories(
+        one, _standard_normal(d, matrices.dtype), key, num_trajectories, initial, d
+    )
 
 
 @validated(finite=("matrices",))
 def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> ExactSpectrum:
     """Return the spectrum of `regime_switching_var` on functions that are affine in the state, on the host.
 
-    f(x, s) = b_s + c_s . x becomes b'_s = sum_j P_sj b_j and c'_s = A_s^T sum_j P_sj c_j, for any noise. Eigenvalues
-    are those of P and of the blocks P_sj A_s^T.
+    f(x, s) = b_s + c_s . x becomes b'_s = sum_j P_sj b_j and c'_s = A_s^T sum_j P_sj c_j, for any
+    noise. Eigenvalues are those of P and of the blocks P_sj A_s^T.
 
     Args:
         matrices: The A_s, [regimes, d, d].
         transition: P, [regimes, regimes].
 
     Returns:
-        All `regimes` (1 + d) eigenvalues, and right eigenfunctions of states [n, d] and regimes [n].
+        All `regimes` (1 + d) eigenvalues, and right eigenfunctions of states [n, d] and regimes
+        [n].
 
     References:
         Costa, Fragoso and Marques (2005), Discrete-time Markov jump linear systems, section 3.2.
@@ -226,10 +259,14 @@ def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> Exa
     slopes = slopes.reshape(regimes, d, -1)
 
     @validated
-    def right_functions(states: Float[Array | np.ndarray, "n d"], at: Int[Array | np.ndarray, " n"]) -> np.ndarray:
+    def right_functions(
+        states: Float[Array | np.ndarray, "n d"], at: Int[Array | np.ndarray, " n"]
+    ) -> np.ndarray:
         x, at = rows(states, d), np.asarray(at)
         check_classes("at", at, regimes)
-        return np.concatenate([offsets[at], np.einsum("nd,ndk->nk", x, slopes[at])], axis=1)[:, order]
+        return np.concatenate([offsets[at], np.einsum("nd,ndk->nk", x, slopes[at])], axis=1)[
+            :, order
+        ]
 
     return ExactSpectrum(values[order], right_functions)
 
@@ -249,5 +286,7 @@ def _standard_normal(d: int, dtype: Any) -> Callable[[Array], Array]:
 
 def _check_stochastic(transition: Transition) -> None:
     check_non_negative("transition", transition)
-    if not is_traced(transition) and not np.allclose(np.sum(np.asarray(transition), axis=1), 1, atol=1e-5):
+    if not is_traced(transition) and not np.allclose(
+        np.sum(np.asarray(transition), axis=1), 1, atol=1e-5
+    ):
         fail("transition", "have rows that sum to 1", np.sum(np.asarray(transition), axis=1))

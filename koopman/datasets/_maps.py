@@ -29,18 +29,20 @@ def logistic_map(
 ) -> Float[Array, "*trajectories time 1"]:
     """Simulate trajectories of the logistic map with trigonometric noise on the circle [0, 1).
 
-    x' = (4 x (1 - x) + xi) mod 1, with the density of xi proportional to cos(pi xi)^(2 order) on [-1/2, 1/2].
+    x' = (4 x (1 - x) + xi) mod 1, with the density of xi proportional to cos(pi xi)^(2 order) on
+    [-1/2, 1/2].
 
     Args:
         num_steps: Steps, 1 or more; time has length num_steps + 1.
         key: Random key.
         num_trajectories: Batch size; None: no batch axis.
         order: Noise order M, 1 or more, for a standard deviation of about 1 / (pi sqrt(2 M)).
-        initial: State [1], or [num_trajectories, 1]. None draws it from the invariant distribution, to rounding.
+        initial: State [1], or [num_trajectories, 1]. None draws it from the invariant distribution,
+            to rounding.
 
     References:
-        Ostruszka, Pakonski, Slomczynski and Zyczkowski (2000), Dynamical entropy for systems with stochastic
-        perturbation, section IV.
+        Ostruszka, Pakonski, Slomczynski and Zyczkowski (2000), Dynamical entropy for systems with
+        stochastic perturbation, section IV.
 
     >>> logistic_map(100, key=jax.random.key(0), num_trajectories=3).shape
     (3, 101, 1)
@@ -58,14 +60,17 @@ def logistic_map(
         # After 100 steps the influence of the start is below rounding.
         return walk(advance, 100, key_walk, jax.random.uniform(key_uniform, (1,)))[-1]
 
-    return run_trajectories(partial(walk, advance, num_steps), draw_initial, key, num_trajectories, initial, 1)
+    return run_trajectories(
+        partial(walk, advance, num_steps), draw_initial, key, num_trajectories, initial, 1
+    )
 
 
 def logistic_noise(key: PRNGKey, shape: tuple[int, ...], *, order: int) -> Float[Array, "..."]:
     """Draw from the density proportional to cos(pi xi)^(2 order) on [-1/2, 1/2]."""
     key_normal, key_pairs = jax.random.split(key)
-    # arctan(z_0 / |(z_1, ..., z_nu)|) / pi, nu = 2 order + 1, has this density, since sqrt(nu) times the fraction is
-    # Student's t. Exponential draws replace pairs of squares. Rejection would take seconds to compile.
+    # arctan(z_0 / |(z_1, ..., z_nu)|) / pi, nu = 2 order + 1, has this density, since sqrt(nu)
+    # times the fraction is Student's t. Exponential draws replace pairs of squares. Rejection would
+    # take seconds to compile.
     z = jax.random.normal(key_normal, (*shape, 2))
     pairs = jnp.sum(jax.random.exponential(key_pairs, (*shape, order)), axis=-1)
     return jnp.arctan2(z[..., 0], jnp.sqrt(z[..., 1] ** 2 + 2 * pairs)) / math.pi
@@ -75,7 +80,8 @@ def logistic_noise(key: PRNGKey, shape: tuple[int, ...], *, order: int) -> Float
 def logistic_features(states: Points, order: int = 20) -> Float[Array, "n features"]:
     """Return trigonometric features [n, 2 M + 1] of s = 4 x (1 - x), in whose span the evolution operator is exact.
 
-    [1, sqrt(2) cos(2 pi s), ..., sqrt(2) cos(2 pi M s), sqrt(2) sin(2 pi s), ..., sqrt(2) sin(2 pi M s)]
+    [1, sqrt(2) cos(2 pi s), ..., sqrt(2) cos(2 pi M s), sqrt(2) sin(2 pi s), ..., sqrt(2) sin(2 pi
+    M s)]
 
     Eigenfunctions of nonzero eigenvalues need only the first M + 1 features.
 
@@ -86,7 +92,12 @@ def logistic_features(states: Points, order: int = 20) -> Float[Array, "n featur
     order = check_count("order", order, minimum=1)
     states = jnp.asarray(states)
     # The transition density is a trigonometric polynomial of degree M in s.
-    angle = 2 * math.pi * (4 * states * (1 - states)) * jnp.arange(1, order + 1, dtype=states.dtype)[None, :]
+    angle = (
+        2
+        * math.pi
+        * (4 * states * (1 - states))
+        * jnp.arange(1, order + 1, dtype=states.dtype)[None, :]
+    )
     waves = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
     return jnp.concatenate([jnp.ones_like(states), math.sqrt(2) * waves], axis=1)
 
@@ -95,26 +106,32 @@ def logistic_features(states: Points, order: int = 20) -> Float[Array, "n featur
 def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> ExactSpectrum:
     """Return the spectrum of the evolution operator of `logistic_map`, on the host.
 
-    With b_n the Fourier basis of [0, 1], S(x) = 4 x (1 - x) and g_n = C(2 M, M + n) / C(2 M, M) the Fourier
-    coefficients of the noise, E b_m(S) = sum_n g_n <b_n, b_m(S)> b_n(S). With M = 20 eigenvalues are accurate to 3e-12,
-    and eigenfunctions of eigenvalues below 1e-8 are unusable.
+    With b_n the Fourier basis of [0, 1], S(x) = 4 x (1 - x) and g_n = C(2 M, M + n) / C(2 M, M) the
+    Fourier coefficients of the noise, E b_m(S) = sum_n g_n <b_n, b_m(S)> b_n(S). With M = 20
+    eigenvalues are accurate to 3e-12, and eigenfunctions of eigenvalues below 1e-8 are unusable.
 
     Args:
         order: Noise order M, 1 or more.
         num_components: Number of the M + 1 nonzero eigenvalues; None is all.
 
     Returns:
-        Eigenvalues, right eigenfunctions of norm 1, left ones biorthonormal to them, and the invariant density.
+        Eigenvalues, right eigenfunctions of norm 1, left ones biorthonormal to them, and the
+        invariant density.
 
     References:
         Ostruszka et al. (2000), see `logistic_map`, section IV.
     """
     order = check_count("order", order, minimum=1)
-    kept = order + 1 if num_components is None else min(order + 1, check_count("num_components", num_components))
+    kept = (
+        order + 1
+        if num_components is None
+        else min(order + 1, check_count("num_components", num_components))
+    )
     # Gauss-Legendre sums of this size converge to rounding.
     nodes, weights = np.polynomial.legendre.leggauss(100 + 20 * order)
     nodes, weights = (nodes[:, None] + 1) / 2, weights / 2  # on [0, 1]
-    # S is even about 1/2, so rows of sines vanish: M eigenvalues are zero, and the others are those of the cosines.
+    # S is even about 1/2, so rows of sines vanish: M eigenvalues are zero, and the others are those
+    # of the cosines.
     before, after = _fourier(nodes, order), _fourier(_parabola(nodes), order)
     overlaps = (weights[:, None] * before[:, : order + 1]).T @ after  # [cosines, all]
     central = math.comb(2 * order, order)
@@ -135,7 +152,9 @@ def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> 
     invariant = (left[:, 0] / left[0, 0]).real
     density = before @ invariant
     right /= np.sqrt((weights * density) @ np.abs(after[:, : order + 1] @ right) ** 2)[None, :]
-    left /= np.sum(weights[:, None] * (before @ left) * (after[:, : order + 1] @ right), axis=0)[None, :]
+    left /= np.sum(weights[:, None] * (before @ left) * (after[:, : order + 1] @ right), axis=0)[
+        None, :
+    ]
 
     def right_functions(states: Any) -> np.ndarray:
         return _fourier(_parabola(rows(states, 1)), order)[:, : order + 1] @ right
@@ -156,4 +175,6 @@ def _parabola(x: np.ndarray) -> np.ndarray:
 def _fourier(x: np.ndarray, order: int) -> np.ndarray:
     """Return the orthonormal real Fourier basis of [0, 1] at x [n, 1], [n, 2 order + 1], cosines before sines."""
     angle = 2 * np.pi * x * np.arange(1, order + 1)[None, :]
-    return np.concatenate([np.ones((len(x), 1)), math.sqrt(2) * np.cos(angle), math.sqrt(2) * np.sin(angle)], axis=1)
+    return np.concatenate(
+        [np.ones((len(x), 1)), math.sqrt(2) * np.cos(angle), math.sqrt(2) * np.sin(angle)], axis=1
+    )

@@ -28,14 +28,17 @@ class OrderedDigits(NamedTuple):
 
 @validated
 def ordered_mnist(
-    num_digits: int = 5, *, data: str | Dataset = "glyphs", folder: str | os.PathLike[str] | None = None
+    num_digits: int = 5,
+    *,
+    data: str | Dataset = "glyphs",
+    folder: str | os.PathLike[str] | None = None,
 ) -> OrderedDigits:
     """Return a sequence of the digits 0 to k - 1 in a cycle, as long as the smallest class allows.
 
     Args:
         num_digits: k, from 1 to 10.
-        data: "glyphs" (digits drawn by code), "mnist", or a data set of 28 x 28 images. Training images come
-            first, then test images.
+        data: "glyphs" (digits drawn by code), "mnist", or a data set of 28 x 28 images. Training
+            images come first, then test images.
         folder: Folder of MNIST, see `dissociation.data.load`.
 
     Raises:
@@ -49,14 +52,18 @@ def ordered_mnist(
     source = load(data, folder=folder) if isinstance(data, str) else data
     if source.num_pixels != 784:
         fail("data", "hold images of 28 x 28 pixels", f"{source.num_pixels} pixels")
-    labels = np.concatenate([np.asarray(part).argmax(1) for part in (source.train_labels, source.test_labels)])
+    labels = np.concatenate(
+        [np.asarray(part).argmax(1) for part in (source.train_labels, source.test_labels)]
+    )
     places = [np.flatnonzero(labels == digit) for digit in range(count)]
     length = min(len(place) for place in places)
     if length == 0:
         fail("data", f"hold every digit below {count}", f"classes {sorted(set(labels.tolist()))}")
     # Images of a class keep the order of the source, so that only the class can be forecast.
     order = np.stack([place[:length] for place in places], 1).reshape(-1)
-    images = np.concatenate([np.asarray(source.train_images), np.asarray(source.test_images)])[order]
+    images = np.concatenate([np.asarray(source.train_images), np.asarray(source.test_images)])[
+        order
+    ]
     return OrderedDigits(images.reshape(-1, 28, 28), labels[order].astype(np.int32), source.name)
 
 

@@ -31,7 +31,8 @@ def ornstein_uhlenbeck(
 ) -> Float[Array, "*trajectories time 1"]:
     """Simulate trajectories of dX = -theta X dt + sigma dW, drawn from the exact transition density.
 
-    x' = a x + sigma sqrt((1 - a^2) / (2 theta)) z with a = exp(-theta time_step) and z standard normal.
+    x' = a x + sigma sqrt((1 - a^2) / (2 theta)) z with a = exp(-theta time_step) and z standard
+    normal.
 
     Args:
         num_steps: Steps, 1 or more; time has length num_steps + 1.
@@ -40,10 +41,12 @@ def ornstein_uhlenbeck(
         theta: Rate of return, positive.
         sigma: Strength of the noise, 0 or more.
         time_step: Time between states, positive.
-        initial: State [1], or [num_trajectories, 1]. None draws it from the invariant N(0, sigma^2 / (2 theta)).
+        initial: State [1], or [num_trajectories, 1]. None draws it from the invariant N(0, sigma^2
+            / (2 theta)).
 
     References:
-        Gillespie (1996), Exact numerical simulation of the Ornstein-Uhlenbeck process and its integral, eq. 1.9.
+        Gillespie (1996), Exact numerical simulation of the Ornstein-Uhlenbeck process and its
+        integral, eq. 1.9.
     """
     check_positive("theta", theta)
     check_non_negative("sigma", sigma)
@@ -55,7 +58,9 @@ def ornstein_uhlenbeck(
         elapsed = rate * jnp.asarray(time_step, dtype)
         # `expm1` keeps the digits of a short time step.
         deviation = width * jnp.sqrt(-jnp.expm1(-2 * elapsed) / (2 * rate))
-        kicks = deviation * jax.vmap(lambda k: jax.random.normal(k, (1,), dtype))(step_keys(key, num_steps))
+        kicks = deviation * jax.vmap(lambda k: jax.random.normal(k, (1,), dtype))(
+            step_keys(key, num_steps)
+        )
         return scan_trajectory(lambda x, kick: jnp.exp(-elapsed) * x + kick, initial, kicks)
 
     def draw_initial(key: Array) -> Array:
@@ -70,8 +75,8 @@ def ornstein_uhlenbeck_spectrum(
 ) -> ExactSpectrum:
     """Return the spectrum of `ornstein_uhlenbeck`, on the host: exp(-k theta time_step) with Hermite polynomials.
 
-    The k-th eigenfunction is He_k(x / s) / sqrt(k!), s^2 = sigma^2 / (2 theta), with the probabilists' polynomials,
-    orthonormal in L2 of the invariant density N(0, s^2).
+    The k-th eigenfunction is He_k(x / s) / sqrt(k!), s^2 = sigma^2 / (2 theta), with the
+    probabilists' polynomials, orthonormal in L2 of the invariant density N(0, s^2).
 
     Args:
         theta: Rate of return, positive.
@@ -95,13 +100,21 @@ def ornstein_uhlenbeck_spectrum(
         return np.stack(columns[: len(degrees)], axis=1)
 
     def density(states: Any) -> np.ndarray:
-        return np.exp(-((rows(states, 1)[:, 0] / scale) ** 2) / 2) / (scale * math.sqrt(2 * math.pi))
+        return np.exp(-((rows(states, 1)[:, 0] / scale) ** 2) / 2) / (
+            scale * math.sqrt(2 * math.pi)
+        )
 
-    return ExactSpectrum(np.exp(-degrees * float(theta) * float(time_step)), functions, functions, density)
+    return ExactSpectrum(
+        np.exp(-degrees * float(theta) * float(time_step)), functions, functions, density
+    )
 
 
 def rk4_trajectory(
-    field: Callable[[Array, Array], Array], initial: Array, num_steps: int, time_step: Scalar, substeps: int
+    field: Callable[[Array, Array], Array],
+    initial: Array,
+    num_steps: int,
+    time_step: Scalar,
+    substeps: int,
 ) -> Float[Array, "time ..."]:
     """Return the solution of dx/dt = field(t, x) from t = 0 by the classical Runge-Kutta scheme of order four.
 
@@ -146,8 +159,8 @@ def duffing(
 
     x'' + delta x' + alpha x + beta x^3 = gamma cos(omega t)
 
-    The drive starts at phase 0. Unless gamma is 0, the law depends on time, except between states recorded once per
-    period 2 pi / omega.
+    The drive starts at phase 0. Unless gamma is 0, the law depends on time, except between states
+    recorded once per period 2 pi / omega.
 
     Args:
         num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
@@ -171,7 +184,9 @@ def duffing(
     def one(_: Array, initial: Array) -> Array:
         return rk4_trajectory(field, initial, num_steps, time_step, substeps)
 
-    return run_trajectories(one, lambda key: jax.random.normal(key, (2,)), key, num_trajectories, initial, 2)
+    return run_trajectories(
+        one, lambda key: jax.random.normal(key, (2,)), key, num_trajectories, initial, 2
+    )
 
 
 @validated(finite=("sigma", "mu", "beta"))
@@ -195,8 +210,8 @@ def lorenz63(
         num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
         key: Key of initial states; not needed if `initial` is given.
         num_trajectories: Batch size; None: no batch axis.
-        initial: State [3], or [num_trajectories, 3]. None draws it from N((0, 0, mu - 1), 5^2 I), near but off the
-            attractor.
+        initial: State [3], or [num_trajectories, 3]. None draws it from N((0, 0, mu - 1), 5^2 I),
+            near but off the attractor.
         time_step: Time between recorded states, positive.
         substeps: Runge-Kutta steps per recorded step, 1 or more.
         sigma: Prandtl number.

@@ -30,7 +30,11 @@ def run_trajectories(
         if initial is None:
             fail("key", "be given where `initial` is not", None)
         key = named_key("nothing")  # never used
-    count = None if num_trajectories is None else check_count("num_trajectories", num_trajectories, minimum=1)
+    count = (
+        None
+        if num_trajectories is None
+        else check_count("num_trajectories", num_trajectories, minimum=1)
+    )
     shapes = [(dimension,)] if count is None else [(dimension,), (count, dimension)]
     if initial is not None:
         if np.shape(initial) not in shapes:
@@ -52,7 +56,8 @@ def run_trajectories(
 def step_keys(key: PRNGKey, num_steps: int) -> Array:
     """Return `fold_in(key, step)` for each step."""
     steps = jnp.arange(check_count("num_steps", num_steps, minimum=1))
-    # Keys by `fold_in` do not depend on the number of steps, so a longer run starts as a shorter one.
+    # Keys by `fold_in` do not depend on the number of steps, so a longer run starts as a shorter
+    # one.
     return jax.vmap(lambda step: jax.random.fold_in(key, step))(steps)
 
 
@@ -67,6 +72,8 @@ def scan_trajectory(advance: Callable[[Array, Any], Array], initial: Array, inpu
     return jnp.concatenate([initial[None], states])
 
 
-def walk(advance: Callable[[Array, Any], Array], num_steps: int, key: PRNGKey, initial: Array) -> Array:
+def walk(
+    advance: Callable[[Array, Any], Array], num_steps: int, key: PRNGKey, initial: Array
+) -> Array:
     """Return `scan_trajectory` of steps `advance(state, key)`."""
     return scan_trajectory(advance, initial, step_keys(key, num_steps))

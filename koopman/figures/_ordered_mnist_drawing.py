@@ -37,7 +37,13 @@ def draw(dataset: xarray.Dataset) -> Figure:
         figure = plt.figure(figsize=(7.0, 8.5))
         panels: Any = figure.subfigures(4, 1, height_ratios=[0.7, 2.5, 4.2, 2.2])
         parts = (_draw_sequence, _draw_errors, _draw_strips, _draw_spectra)
-        plotting.letter(*(axis for part, panel in zip(parts, panels, strict=True) for axis in part(panel, dataset)))
+        plotting.letter(
+            *(
+                axis
+                for part, panel in zip(parts, panels, strict=True)
+                for axis in part(panel, dataset)
+            )
+        )
     plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
     return figure
 
@@ -49,7 +55,8 @@ def caption(dataset: xarray.Dataset) -> str:
     first, errors, strips = next(letters), [next(letters) for _ in _groups(dataset)], next(letters)
     functions, disc = [next(letters) for _ in _with_functions(dataset)], next(letters)
     named = "; ".join(
-        f"{MODELS[name].label} {'all' if which.all() else 'seed ' + ', '.join(map(str, np.flatnonzero(which)))}"
+        f"{MODELS[name].label} "
+        f"{'all' if which.all() else 'seed ' + ', '.join(map(str, np.flatnonzero(which)))}"
         for name, which in zip(names, dataset.stuck.values, strict=True)
         if which.any()
     )
@@ -57,20 +64,29 @@ def caption(dataset: xarray.Dataset) -> str:
     ahead = "image by image" + (f", but by powers of the operator for {powers}" if powers else "")
     curves = [_curves(dataset, name) for name in names]
     shown = ", ".join(f"{MODELS[name].label} {_shown_seed(dataset, name)}" for name in names)
-    eigenfunctions = f"Left eigenfunctions on the test images, drawn as digits ({', '.join(functions)}). "
+    eigenfunctions = (
+        f"Left eigenfunctions on the test images, drawn as digits ({', '.join(functions)}). "
+    )
     return (
-        f"Digits in sequence ({first}), and the share of forecasts from {dataset.sizes['images']} test images in which "
-        f"an oracle reads a wrong digit ({', '.join(errors)}; zero is drawn as half a forecast), {ahead}. "
-        f"{plotting.drawn_as(*curves)} Forecasts from the first image by the seed of median accuracy ({shown}), with "
-        f"the oracle's digit, framed if wrong ({strips}). {eigenfunctions if functions else ''}Eigenvalues of all "
-        f"seeds ({disc}). Nearly all forecasts one step ahead show one digit, whatever the input, of: "
+        f"Digits in sequence ({first}), and the share of forecasts from "
+        f"{dataset.sizes['images']} test images in which "
+        f"an oracle reads a wrong digit ({', '.join(errors)}; zero is drawn as half a forecast), "
+        f"{ahead}. "
+        f"{plotting.drawn_as(*curves)} Forecasts from the first image by the seed of median "
+        f"accuracy ({shown}), with "
+        f"the oracle's digit, framed if wrong ({strips}). "
+        f"{eigenfunctions if functions else ''}Eigenvalues of all "
+        f"seeds ({disc}). Nearly all forecasts one step ahead show one digit, whatever the "
+        "input, of: "
         f"{named or 'no seed'}."
     )
 
 
 def _draw_sequence(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     axes = panel.subplots(1, 10)
-    for axis, image, label in zip(axes, dataset.test_images.values, dataset.labels.values, strict=False):
+    for axis, image, label in zip(
+        axes, dataset.test_images.values, dataset.labels.values, strict=False
+    ):
         axis.imshow(image, cmap="gray", vmin=0, vmax=1)
         axis.set_title(str(label), fontsize="small")
         axis.axis("off")
@@ -80,7 +96,10 @@ def _draw_sequence(panel: Any, dataset: xarray.Dataset) -> list[Any]:
 def _groups(dataset: xarray.Dataset) -> list[list[str]]:
     """Return the models of both panels, encoders and autoencoders."""
     names = dataset.models.values.tolist()
-    groups = [[name for name in names if ("autoencoder" in MODELS[name].label) == auto] for auto in (False, True)]
+    groups = [
+        [name for name in names if ("autoencoder" in MODELS[name].label) == auto]
+        for auto in (False, True)
+    ]
     return [group for group in groups if group]
 
 
@@ -93,9 +112,13 @@ def _draw_errors(panel: Any, dataset: xarray.Dataset) -> list[Any]:
         for name in names:
             model = MODELS[name]
             errors = np.maximum(1 - _curves(dataset, name), least)
-            plotting.band(axis, times, errors, label=model.label, within=(least, 1.0), **model.look())
+            plotting.band(
+                axis, times, errors, label=model.label, within=(least, 1.0), **model.look()
+            )
         chance = 1 - 1 / dataset.sizes["classes"]
-        axis.axhline(chance, linestyle="dashed", color="0.5", linewidth=0.8, zorder=1, label="chance")
+        axis.axhline(
+            chance, linestyle="dashed", color="0.5", linewidth=0.8, zorder=1, label="chance"
+        )
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set(xlabel="time steps", xlim=(min(1, len(times) - 0.5), len(times)))
         drawn, labels = axis.get_legend_handles_labels()
@@ -103,7 +126,9 @@ def _draw_errors(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     axes[0].set_ylabel("forecasts read wrongly")
     plotting.log_height(axes[0])
     axes[0].set_ylim(top=1.0)
-    panel.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5, handlelength=3)
+    panel.legend(
+        handles.values(), handles.keys(), loc="outside upper center", ncols=5, handlelength=3
+    )
     return list(axes)
 
 
@@ -123,10 +148,18 @@ def _draw_strips(panel: Any, dataset: xarray.Dataset) -> list[Any]:
             if row is axes[0]:
                 axis.set_title(str(due), fontsize="small")
             if step:
-                text = axis.text(0.95, 0.95, str(read[step - 1]), transform=axis.transAxes, ha="right", va="top")
+                text = axis.text(
+                    0.95, 0.95, str(read[step - 1]), transform=axis.transAxes, ha="right", va="top"
+                )
                 text.set_color("white")
                 if read[step - 1] != due:
-                    text.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": plotting.color(1), "linewidth": 0.5})
+                    text.set_bbox(
+                        {
+                            "boxstyle": "square,pad=0.1",
+                            "facecolor": plotting.color(1),
+                            "linewidth": 0.5,
+                        }
+                    )
         row[0].set_ylabel(MODELS[name].label, rotation=0, ha="right", va="center", fontsize="small")
     return [axes[0, 0]]
 
@@ -136,7 +169,11 @@ def _with_functions(dataset: xarray.Dataset) -> list[str]:
 
 
 def _draw_spectra(panel: Any, dataset: xarray.Dataset) -> list[Any]:
-    names, digits, labels = _with_functions(dataset), dataset.sizes["classes"], dataset.labels.values
+    names, digits, labels = (
+        _with_functions(dataset),
+        dataset.sizes["classes"],
+        dataset.labels.values,
+    )
     axes = panel.subplots(1, len(names) + 1, squeeze=False)[0]
     for axis, name in zip(axes, names, strict=False):
         one = dataset.sel(models=name).isel(seeds=_shown_seed(dataset, name))
@@ -144,7 +181,10 @@ def _draw_spectra(panel: Any, dataset: xarray.Dataset) -> list[Any]:
         first, second = one.left.values.real[:, pairs if len(pairs) == 2 else [0, 1]].T
         for digit in range(digits):
             chosen = labels == digit
-            look = {"color": plt.get_cmap("viridis")(0.85 * digit / max(digits - 1, 1)), "marker": f"${digit}$"}
+            look = {
+                "color": plt.get_cmap("viridis")(0.85 * digit / max(digits - 1, 1)),
+                "marker": f"${digit}$",
+            }
             axis.scatter(first[chosen], second[chosen], s=6, linewidth=0.1, **look)
         axis.set(xticks=[], yticks=[], title=MODELS[name].label)
     if names:

@@ -12,7 +12,15 @@ from jax import lax
 from jaxtyping import Array, Complex, Float, Int
 
 from dissociation.models import Encoder
-from koopman import Operator, decompose, eigenpairs, encode, left_eigenfunctions, matrix_powers, predict
+from koopman import (
+    Operator,
+    decompose,
+    eigenpairs,
+    encode,
+    left_eigenfunctions,
+    matrix_powers,
+    predict,
+)
 from koopman.datasets import cycle_spectrum
 
 PROTOCOLS = ("images", "powers", "circle", "roots")
@@ -44,18 +52,26 @@ class Forecaster(eqx.Module):
 
     features: Callable[[Array], Array]  # of one image
     dynamics: Operator | Latent
-    decoder: Callable[[Array], Array] | None  # from a forecast to an image; None if the dynamics forecast images
+    decoder: (
+        Callable[[Array], Array] | None
+    )  # from a forecast to an image; None if the dynamics forecast images
 
-    def __call__(self, images: Float[Array, "n 28 28"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
+    def __call__(
+        self, images: Float[Array, "n 28 28"], steps: Int[Array, " t"]
+    ) -> Float[Array, "t n 28 28"]:
         return self.ahead(encode(self.features, images), steps)
 
-    def ahead(self, values: Float[Array, "n d"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
+    def ahead(
+        self, values: Float[Array, "n d"], steps: Int[Array, " t"]
+    ) -> Float[Array, "t n 28 28"]:
         """Return the images `steps` ahead of features."""
         if isinstance(self.dynamics, Operator):
             forecasts = predict(self.dynamics, values, steps)
         else:
             forecasts = jnp.matmul(
-                values[None], matrix_powers(self.dynamics.matrix, steps), precision=lax.Precision.HIGHEST
+                values[None],
+                matrix_powers(self.dynamics.matrix, steps),
+                precision=lax.Precision.HIGHEST,
             )
         return forecasts if self.decoder is None else jax.vmap(jax.vmap(self.decoder))(forecasts)
 
@@ -71,7 +87,11 @@ def spectral(dynamics: Operator | Latent) -> tuple[Array, Array, Array]:
 
 def project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
     """Return a forecaster with moved eigenvalues and the same eigenvectors."""
-    where = (lambda f: f.dynamics.core) if isinstance(forecaster.dynamics, Operator) else (lambda f: f.dynamics.matrix)
+    where = (
+        (lambda f: f.dynamics.core)
+        if isinstance(forecaster.dynamics, Operator)
+        else (lambda f: f.dynamics.matrix)
+    )
     return eqx.tree_at(where, forecaster, _moved(forecaster.dynamics, num_digits)[kind])
 
 
@@ -81,10 +101,18 @@ def _moved(dynamics: Any, num_digits: int) -> dict[str, Array]:
     # Both in one program, so that forecasters of one kind share a single compilation.
     values, right, left = spectral(dynamics)
     turns = jnp.angle(values) / (2 * jnp.pi)
-    nearest = jnp.where(values.imag != 0, jnp.round(turns * num_digits) / num_digits, 0.0 if num_digits % 2 else turns)
+    nearest = jnp.where(
+        values.imag != 0,
+        jnp.round(turns * num_digits) / num_digits,
+        0.0 if num_digits % 2 else turns,
+    )
     moved = {"circle": turns, "roots": nearest}
     return {
-        kind: jnp.real(jnp.matmul(right * jnp.exp(2j * jnp.pi * turns)[None], left.T, precision=lax.Precision.HIGHEST))
+        kind: jnp.real(
+            jnp.matmul(
+                right * jnp.exp(2j * jnp.pi * turns)[None], left.T, precision=lax.Precision.HIGHEST
+            )
+        )
         for kind, turns in moved.items()
     }
 
@@ -101,8 +129,8 @@ def evaluate(
 ) -> dict[str, np.ndarray]:
     """Forecast from every image by every protocol, and read the forecasts by the oracle.
 
-    "logits" [protocol, scale, time, n, classes]; "strips", from the first image, [protocol, steps, 28, 28];
-    "eigenvalues" [r]; "left", eigenfunctions, [n, r], zero for a latent map.
+    "logits" [protocol, scale, time, n, classes]; "strips", from the first image, [protocol, steps,
+    28, 28]; "eigenvalues" [r]; "left", eigenfunctions, [n, r], zero for a latent map.
     """
     images = jnp.asarray(images)
     values = _encoded(forecaster.features, images)
@@ -113,12 +141,19 @@ def evaluate(
             for _ in range(num_steps):
                 yield (now := _forecast(forecaster, now, jnp.asarray([1])))
         else:
-            moved = forecaster if protocol == "powers" else project(forecaster, protocol, num_digits)
-            yield from (_ahead(moved, values, jnp.asarray([step])) for step in [*range(1, num_steps + 1), far])
+            moved = (
+                forecaster if protocol == "powers" else project(forecaster, protocol, num_digits)
+            )
+            yield from (
+                _ahead(moved, values, jnp.asarray([step]))
+                for step in [*range(1, num_steps + 1), far]
+            )
 
     logits, strips = [], []
     for protocol in PROTOCOLS:
-        outputs, strip = zip(*((_read(oracle, now, norm), now[0]) for now in forecasts(protocol)), strict=True)
+        outputs, strip = zip(
+            *((_read(oracle, now, norm), now[0]) for now in forecasts(protocol)), strict=True
+        )
         missing = [jnp.full_like(outputs[0], jnp.nan)] * (num_steps + 1 - len(outputs))
         logits.append(jnp.stack([*outputs, *missing], 1))
         strips.append(jnp.stack(strip[:num_steps]))

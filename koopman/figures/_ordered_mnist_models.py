@@ -14,7 +14,16 @@ from dissociation import member, plotting
 from dissociation.figures import Cache
 from dissociation.models import Encoder
 from dissociation.training import Progress
-from koopman import Autoencoder, FeatureMap, ReducedRank, encode, fit, lagged_pairs, train_encoders, validation_loss
+from koopman import (
+    Autoencoder,
+    FeatureMap,
+    ReducedRank,
+    encode,
+    fit,
+    lagged_pairs,
+    train_encoders,
+    validation_loss,
+)
 from koopman.figures._ordered_mnist_measures import Forecaster, Latent, Pixels
 
 
@@ -62,8 +71,12 @@ class Networks(NamedTuple):
     """Networks trained on a sequence, by name. Losses that a network lacks are NaN."""
 
     models: dict[str, Any]  # stacked; "oracle" reads forecasts
-    validation: dict[str, np.ndarray]  # losses of encoders and autoencoders on validation images, [seeds, epochs + 1]
-    batched: dict[str, np.ndarray]  # the last validation loss of encoders as the mean over batches of 64, [seeds]
+    validation: dict[
+        str, np.ndarray
+    ]  # losses of encoders and autoencoders on validation images, [seeds, epochs + 1]
+    batched: dict[
+        str, np.ndarray
+    ]  # the last validation loss of encoders as the mean over batches of 64, [seeds]
     diverged_at: dict[str, np.ndarray]  # the step at which a network diverged, or -1: [seeds]
 
 
@@ -77,14 +90,25 @@ def _network(name: str, width: int, key: Array) -> Any:
 
 
 def train_networks(
-    config: Any, key: Array, train: np.ndarray, validation: np.ndarray, labels: np.ndarray, cache: Cache
+    config: Any,
+    key: Array,
+    train: np.ndarray,
+    validation: np.ndarray,
+    labels: np.ndarray,
+    cache: Cache,
 ) -> Networks:
     """Train the oracle and the networks of the models of `config`, for all seeds, on images `train` [n, 28, 28]."""
     found, held_out = Networks({}, {}, {}, {}), lagged_pairs([validation])
-    pairs: dict[str, Any] = {"data": lagged_pairs([train]), "validation": held_out, "num_epochs": config.num_epochs}
+    pairs: dict[str, Any] = {
+        "data": lagged_pairs([train]),
+        "validation": held_out,
+        "num_epochs": config.num_epochs,
+    }
     classes = {"data": (train, labels), "num_epochs": config.oracle_epochs}
     wanted = {"oracle", *(MODELS[model].network for model in config.models)}
-    for name, own in zip(NETWORKS, jax.random.split(jax.random.fold_in(key, 1), len(NETWORKS)), strict=True):
+    for name, own in zip(
+        NETWORKS, jax.random.split(jax.random.fold_in(key, 1), len(NETWORKS)), strict=True
+    ):
         if name not in wanted:
             continue
         loss, rate = NETWORKS[name]
@@ -102,33 +126,46 @@ def train_networks(
         found.models[name], found.diverged_at[name] = result.models, result.diverged_at
         cache.seconds[f"training {name}"] = result.seconds
         nothing = np.full((config.num_seeds, config.num_epochs + 1), np.nan, jnp.result_type(float))
-        found.validation[name] = nothing if name == "oracle" else np.asarray(result.history.observed)
+        found.validation[name] = (
+            nothing if name == "oracle" else np.asarray(result.history.observed)
+        )
         found.batched[name] = nothing[:, 0]
         if loss == name:
             networks = [member(result.models, seed) for seed in range(config.num_seeds)]
-            losses = [_loss(name, network, jnp.asarray(validation), batch_size=64) for network in networks]
+            losses = [
+                _loss(name, network, jnp.asarray(validation), batch_size=64) for network in networks
+            ]
             found.batched[name] = np.asarray(losses)
     return found
 
 
-def forecaster(config: Any, name: str, images: np.ndarray, trained: dict[str, Any], seed: int) -> Forecaster:
+def forecaster(
+    config: Any, name: str, images: np.ndarray, trained: dict[str, Any], seed: int
+) -> Forecaster:
     """Return a forecaster of a model of `config`, from images for fits and stacked networks by name."""
     fitted = partial(_fit, jnp.asarray(images), config.num_digits, jnp.asarray(config.alpha))
     if name == "linear":
         flat = jnp.asarray(images).reshape(len(images), -1)
         deviation = jnp.std(flat, 0)
-        # Only pixels are centred. Centring removes the constant function, of eigenvalue 1, from the operator.
-        return fitted(Pixels(jnp.mean(flat, 0), jnp.where(deviation > 0, deviation, 1.0)), None, center=True)
+        # Only pixels are centred. Centring removes the constant function, of eigenvalue 1, from the
+        # operator.
+        return fitted(
+            Pixels(jnp.mean(flat, 0), jnp.where(deviation > 0, deviation, 1.0)), None, center=True
+        )
     model = member(trained[MODELS[name].network], seed)
     if not isinstance(model, Autoencoder):
         return fitted(model, None, center=False)
     if name == MODELS[name].network:
         return Forecaster(model.encoder, Latent(model.matrix()), model.decoder)
-    return fitted(model.encoder, model.decoder if name == "autoencoder_operator" else None, center=False)
+    return fitted(
+        model.encoder, model.decoder if name == "autoencoder_operator" else None, center=False
+    )
 
 
 @eqx.filter_jit
-def _fit(images: Array, rank: int, alpha: Array, features: Any, decoder: Any, *, center: bool) -> Forecaster:
+def _fit(
+    images: Array, rank: int, alpha: Array, features: Any, decoder: Any, *, center: bool
+) -> Forecaster:
     """Fit a forecaster by reduced rank regression on features, of images or, with a decoder, of features."""
     x, y = lagged_pairs(encode(features, images))
     observable = images[1:] if decoder is None else None

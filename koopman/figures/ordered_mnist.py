@@ -70,7 +70,13 @@ class Config:
 
     def __post_init__(self):
         checks.check_choice("data", self.data, NAMES)
-        counts = {"num_seeds": 1, "num_test": 1, "num_steps": 1, "num_train": 2, "num_validation": 2}
+        counts = {
+            "num_seeds": 1,
+            "num_test": 1,
+            "num_steps": 1,
+            "num_train": 2,
+            "num_validation": 2,
+        }
         for name, least in (counts | {"num_epochs": 0, "oracle_epochs": 0}).items():
             checks.check_count(name, getattr(self, name), minimum=least)
         checks.check_count("num_digits", self.num_digits, minimum=1, maximum=10)
@@ -91,35 +97,51 @@ class Config:
 
 def source(config: Config, data: Digits | None = None) -> Digits:
     """Return the sequence of a configuration, or the given one, after checking it."""
-    images, labels, name = ordered_mnist(config.num_digits, data=config.data) if data is None else data
+    images, labels, name = (
+        ordered_mnist(config.num_digits, data=config.data) if data is None else data
+    )
     if (needed := config.num_train + config.num_validation + config.num_test) > len(images):
         raise checks.WrongValue(
-            f"`num_train`, `num_validation` and `num_test` must sum to at most the sequence's length, {len(images)}, "
+            "`num_train`, `num_validation` and `num_test` must sum to at most the sequence's "
+            f"length, {len(images)}, "
             f"got {needed}."
         )
     if (digits := int(labels.max()) + 1) != config.num_digits:
-        checks.fail("num_digits", f"be the number of different digits in the sequence ({digits})", config.num_digits)
+        checks.fail(
+            "num_digits",
+            f"be the number of different digits in the sequence ({digits})",
+            config.num_digits,
+        )
     return images, labels, name  # a plain tuple, because its hash is in the identity of a run
 
 
 def compute(
-    config: Config, *, key: Array, data: Digits | None = None, cache: CacheFolder = None, progress: AnyMeter = None
+    config: Config,
+    *,
+    key: Array,
+    data: Digits | None = None,
+    cache: CacheFolder = None,
+    progress: AnyMeter = None,
 ) -> xarray.Dataset:
     """Train, fit, forecast and read, on a sequence of `koopman.datasets.ordered_mnist`; see `figures.Figure.compute`.
 
     Returns:
-        `test_images` [images, rows, columns] and their digits, `labels`. Forecasts from them, by model, seed, protocol,
-        scale and horizon (`times`, 1 to `num_steps`, and `far`): `logits` of the oracle [..., images, classes], the
-        digit read, `predicted` [..., images], -1 if a logit is not finite, and `accuracy`, the fraction read as the
-        right digit. By model and seed: `strips` [protocols, steps, rows, columns], forecasts from the first image at
-        scale "raw"; `eigenvalues` [components]; `left` [images, components], left eigenfunctions, 0 for latent maps;
-        `eigenvalue_error` and `phase_error`, the largest distance and angle of a root of unity to the nearest
-        eigenvalue; `stuck`, True if over 9 in 10 forecasts one step ahead are read as one digit. By trained network and
-        seed: `validation` [epochs], the validation loss along training; `batched`, encoders' last one as the mean over
-        batches; `diverged_at`, the step at which the network diverged, or -1. `oracle_accuracy` [seeds], on validation
-        images. Missing numbers, and those of a seed whose network or oracle diverged, are NaN.
+        `test_images` [images, rows, columns] and their digits, `labels`. Forecasts from them, by
+        model, seed, protocol, scale and horizon (`times`, 1 to `num_steps`, and `far`): `logits` of
+        the oracle [..., images, classes], the digit read, `predicted` [..., images], -1 if a logit
+        is not finite, and `accuracy`, the fraction read as the right digit. By model and seed:
+        `strips` [protocols, steps, rows, columns], forecasts from the first image at scale "raw";
+        `eigenvalues` [components]; `left` [images, components], left eigenfunctions, 0 for latent
+        maps; `eigenvalue_error` and `phase_error`, the largest distance and angle of a root of
+        unity to the nearest eigenvalue; `stuck`, True if over 9 in 10 forecasts one step ahead are
+        read as one digit. By trained network and seed: `validation` [epochs], the validation loss
+        along training; `batched`, encoders' last one as the mean over batches; `diverged_at`, the
+        step at which the network diverged, or -1. `oracle_accuracy` [seeds], on validation images.
+        Missing numbers, and those of a seed whose network or oracle diverged, are NaN.
     """
-    return figures.run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
+    return figures.run(
+        _computed, config, key=key, data=source(config, data), cache=cache, progress=progress
+    )
 
 
 def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> xarray.Dataset:
@@ -131,10 +153,14 @@ def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> xarray.
     cache.network = member(oracles, 0)
     norm = float(np.sqrt((train[0] ** 2).sum((1, 2))).mean())
     names = [name for name in MODELS if name in config.models]
-    jobs = {name: partial(_evaluated, config, name, networks, train[0], test[0], norm) for name in names}
+    jobs = {
+        name: partial(_evaluated, config, name, networks, train[0], test[0], norm) for name in names
+    }
     found = cache.get_all(jobs, "forecasting")
     run = eqx.filter_jit(encode)
-    logits = [run(member(oracles, seed), jnp.asarray(validation[0])) for seed in range(config.num_seeds)]
+    logits = [
+        run(member(oracles, seed), jnp.asarray(validation[0])) for seed in range(config.num_seeds)
+    ]
     right = (predicted(np.stack(logits)) == validation[1]).mean(1)
     forecasts = {
         "logits": ("protocols", "scales", "times", "images", "classes"),
@@ -148,7 +174,10 @@ def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> xarray.
     }
     variables |= {
         "test_images": (("images", "rows", "columns"), test[0]),
-        "validation": (("networks", "seeds", "epochs"), np.stack(list(networks.validation.values()))),
+        "validation": (
+            ("networks", "seeds", "epochs"),
+            np.stack(list(networks.validation.values())),
+        ),
         "batched": (("networks", "seeds"), np.stack(list(networks.batched.values()))),
         "diverged_at": (("networks", "seeds"), np.stack(list(diverged_at.values()))),
         "oracle_accuracy": ("seeds", np.where(alive, right, np.nan)),
@@ -164,7 +193,9 @@ def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> xarray.
         "seeds": np.arange(config.num_seeds),
         "epochs": np.arange(config.num_epochs + 1),
     }
-    described = {"name": data[2]} | {f"num_{name}": getattr(config, f"num_{name}") for name in PARTS}
+    described = {"name": data[2]} | {
+        f"num_{name}": getattr(config, f"num_{name}") for name in PARTS
+    }
     return measured(xarray.Dataset(variables, coords, {"data": json.dumps(described)}))
 
 
@@ -173,7 +204,12 @@ def _evaluated(
 ) -> dict[str, np.ndarray]:
     """Evaluate a model's forecasters of all seeds; NaN for seeds whose networks or oracle diverged."""
     alive = (networks.diverged_at["oracle"] < 0) & (networks.diverged_at[MODELS[name].network] < 0)
-    options = {"num_steps": config.num_steps, "far": config.far, "num_digits": config.num_digits, "norm": norm}
+    options = {
+        "num_steps": config.num_steps,
+        "far": config.far,
+        "num_digits": config.num_digits,
+        "norm": norm,
+    }
     seeds = [_nothing(config, test)] * config.num_seeds
     for seed in np.flatnonzero(alive).tolist():
         built = forecaster(config, name, train, networks.models, seed)
@@ -185,7 +221,9 @@ def _nothing(config: Config, test: np.ndarray) -> dict[str, np.ndarray]:
     """Return NaN in the shapes of a model's forecasts for one seed."""
     protocols, digits = len(PROTOCOLS), config.num_digits
     return {
-        "logits": np.full((protocols, len(SCALES), config.num_steps + 1, len(test), digits), np.nan, np.float32),
+        "logits": np.full(
+            (protocols, len(SCALES), config.num_steps + 1, len(test), digits), np.nan, np.float32
+        ),
         "strips": np.full((protocols, config.num_steps, *test.shape[1:]), np.nan, np.float32),
         "eigenvalues": np.full(digits, np.nan, np.complex64),
         "left": np.full((len(test), digits), np.nan, np.complex64),
@@ -204,7 +242,10 @@ def headline(dataset: xarray.Dataset) -> str:
     names = [f"{name} seed {seed}" for name in dataset.networks.values for seed in seeds]
     oracle = cell(dataset.oracle_accuracy.values, factor=100, unit=" %")
     gone = figures.named_diverged(names, dataset.diverged_at.values.reshape(-1))
-    return f"{data['name']}: {sizes} images, {len(seeds)} seeds; oracle {oracle} right on validation images{gone}"
+    return (
+        f"{data['name']}: {sizes} images, {len(seeds)} seeds; oracle {oracle} right on "
+        f"validation images{gone}"
+    )
 
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
@@ -223,8 +264,15 @@ def table(dataset: xarray.Dataset) -> list[list[str]]:
     shown = [["model", *columns, "eigenvalue error", "phase error", "loss"]]
     for name in dataset.models.values:
         one = dataset.sel(models=name)
-        row = [one.accuracy.sel(protocols=kind, scales=scale, times=time) for kind, scale, time in columns.values()]
-        loss = cell(dataset.validation.sel(networks=name)[:, -1].values, 3) if name in dataset.networks else ""
+        row = [
+            one.accuracy.sel(protocols=kind, scales=scale, times=time)
+            for kind, scale, time in columns.values()
+        ]
+        loss = (
+            cell(dataset.validation.sel(networks=name)[:, -1].values, 3)
+            if name in dataset.networks
+            else ""
+        )
         cells = [cell(values.values, 3) for values in (*row, one.eigenvalue_error)]
         shown.append([one.legend.item(), *cells, cell(one.phase_error.values, 5), loss])
     return shown

@@ -51,7 +51,9 @@ class System(NamedTuple):
     """System with a known spectrum, and its observation."""
 
     label: str  # name in the figure
-    sample: Callable[[int, Array], Array]  # from a number of transitions and a key to a trajectory [time, 1]
+    sample: Callable[
+        [int, Array], Array
+    ]  # from a number of transitions and a key to a trajectory [time, 1]
     features: Callable[[Array], Array]  # from states [n, 1] to features [n, d]
     exact: datasets.ExactSpectrum  # at the lag
     lag: int  # steps from x to y
@@ -81,14 +83,21 @@ class Config:
     def __post_init__(self):
         checks.check_count("num_trajectories", self.num_trajectories, minimum=1)
         for name, value, least, most in (
-            ("order", self.order, 2, 200),  # five features at least, and quadrature of few thousand nodes
+            (
+                "order",
+                self.order,
+                2,
+                200,
+            ),  # five features at least, and quadrature of few thousand nodes
             ("num_centres", self.num_centres, MAX_RANK, 5000),
             *(("lengths", length, 100, 10**8) for length in self.lengths),
         ):
             checks.check_count(name, value, minimum=least, maximum=most)
         checks.check_positive("alpha", self.alpha)
         if self.alpha > 1e6:
-            checks.fail("alpha", "be at most 1e6, for features with mean squares of one", self.alpha)
+            checks.fail(
+                "alpha", "be at most 1e6, for features with mean squares of one", self.alpha
+            )
         checks.check_distinct("lengths", self.lengths)
         if list(self.lengths) != sorted(self.lengths):
             checks.fail("lengths", "be ascending, because rates are of the last one", self.lengths)
@@ -160,17 +169,24 @@ def source(config: Config) -> None:
 
 
 def compute(
-    config: Config, *, key: Array, data: None = None, cache: CacheFolder = None, progress: AnyMeter = None
+    config: Config,
+    *,
+    key: Array,
+    data: None = None,
+    cache: CacheFolder = None,
+    progress: AnyMeter = None,
 ) -> xarray.Dataset:
     """Simulate, fit and compare; see `dissociation.figures.Figure.compute`.
 
     Returns:
-        By system and component, of which there are `num_components`: `exact`, the compared exact eigenvalues, and
-        `exact_rate`, -log|lambda| per lag. Estimates by system and estimator: `eigenvalues` [trajectories, lengths,
-        components], the nearest to the exact ones, and their `rate`; `error` [trajectories, lengths], the largest
-        relative error of an eigenvalue; at the largest length, `mean_rate` and `standard_error` [components], over
-        trajectories, and `functions` [trajectories, points], the real part of the first eigenfunction, scaled to the
-        exact one, which is `exact_functions` [systems, points], at the states `grid` [systems, points].
+        By system and component, of which there are `num_components`: `exact`, the compared exact
+        eigenvalues, and `exact_rate`, -log|lambda| per lag. Estimates by system and estimator:
+        `eigenvalues` [trajectories, lengths, components], the nearest to the exact ones, and their
+        `rate`; `error` [trajectories, lengths], the largest relative error of an eigenvalue; at the
+        largest length, `mean_rate` and `standard_error` [components], over trajectories, and
+        `functions` [trajectories, points], the real part of the first eigenfunction, scaled to the
+        exact one, which is `exact_functions` [systems, points], at the states `grid` [systems,
+        points].
     """
     return figures.run(_computed, config, key=key, data=data, cache=cache, progress=progress)
 
@@ -189,14 +205,19 @@ def _computed(config: Config, key: Array, data: None, cache: Cache) -> xarray.Da
         return np.stack([found[f"{name}_{index}"][f"{field}_{each}"] for each in ESTIMATORS])
 
     exact = padded([_compared(system) for system in processes.values()])
-    values = padded([np.stack([estimates(name, "values", i) for i in range(last + 1)], 2) for name in processes])
+    values = padded(
+        [np.stack([estimates(name, "values", i) for i in range(last + 1)], 2) for name in processes]
+    )
     truth = exact[:, None, None, None]
     error = np.max(np.abs(values - truth) / np.abs(truth), -1, initial=0, where=np.isfinite(truth))
     rate = -np.log(np.abs(values))
     mean, deviation, count = plotting.summarise(np.moveaxis(rate[..., last, :], 2, 0))
     functions = np.stack([estimates(name, "functions", last) for name in processes])
     exact_functions = np.stack([np.real(_exact_function(system)) for system in processes.values()])
-    estimated, trials = ("systems", "estimators"), ("systems", "estimators", "trajectories", "lengths")
+    estimated, trials = (
+        ("systems", "estimators"),
+        ("systems", "estimators", "trajectories", "lengths"),
+    )
     per_lag = {"units": "1 / lag"}
     variables = {
         "exact": (("systems", "components"), exact),
@@ -205,7 +226,11 @@ def _computed(config: Config, key: Array, data: None, cache: Cache) -> xarray.Da
         "rate": ((*trials, "components"), rate, per_lag),
         "error": (trials, error),
         "mean_rate": ((*estimated, "components"), mean, per_lag),
-        "standard_error": ((*estimated, "components"), deviation / np.sqrt(np.maximum(count, 1)), per_lag),
+        "standard_error": (
+            (*estimated, "components"),
+            deviation / np.sqrt(np.maximum(count, 1)),
+            per_lag,
+        ),
         "functions": ((*estimated, "trajectories", "points"), functions),
         "grid": (("systems", "points"), np.stack([system.grid for system in processes.values()])),
         "exact_functions": (("systems", "points"), exact_functions),
@@ -229,7 +254,9 @@ def _exact_function(system: System) -> np.ndarray:
 
 def _trials(config: Config, system: System, length: int, key: Array) -> dict[str, Array]:
     """Estimate all trajectories of one length: the nearest eigenvalues, and the first eigenfunction."""
-    exact, truth = (jnp.asarray(part(system), jnp.complex64) for part in (_compared, _exact_function))
+    exact, truth = (
+        jnp.asarray(part(system), jnp.complex64) for part in (_compared, _exact_function)
+    )
     grid = jnp.asarray(system.grid[:, None], jnp.float32)
     centres, alpha = jnp.linspace(grid[0], grid[-1], config.num_centres), jnp.asarray(config.alpha)
 
@@ -241,16 +268,21 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
             "ridge": (fit(Ridge(alpha), *features), system.features(grid)),
             "pcr": (fit(PrincipalComponents(system.rank, alpha), *features), system.features(grid)),
             "reduced_rank": (fit(reduced_rank, *features), system.features(grid)),
-            "nystroem": (fit(reduced_rank, x, y, kernel=RBF(system.length_scale), centres=centres), grid),
+            "nystroem": (
+                fit(reduced_rank, x, y, kernel=RBF(system.length_scale), centres=centres),
+                grid,
+            ),
         }
         out = {}
         for name, (operator, where) in fitted.items():
             spectrum = decompose(operator)
-            # One estimate may be nearest to several exact eigenvalues, and many eigenvalues favour an estimator.
+            # One estimate may be nearest to several exact eigenvalues, and many eigenvalues favour
+            # an estimator.
             nearest = jnp.argmin(jnp.abs(spectrum.eigenvalues[None] - exact[:, None]), 1)
             out[f"values_{name}"] = spectrum.eigenvalues[nearest]
             function = right_eigenfunctions(operator, where, spectrum)[:, nearest[0]]
-            # An eigenfunction is defined up to a complex factor: this one brings it closest to the truth.
+            # An eigenfunction is defined up to a complex factor: this one brings it closest to the
+            # truth.
             factor = jnp.vdot(function, truth) / jnp.vdot(function, function)
             out[f"functions_{name}"] = jnp.real(factor * function)
         return out
@@ -265,14 +297,20 @@ def caption(dataset: xarray.Dataset) -> str:
     functions = dataset.functions.values
     drawn = plotting.drawn_as(*functions.reshape(-1, *functions.shape[2:]), members="trajectories")
     systems = [
-        f"{name} ({', '.join('abcdefghi'[3 * row : 3 * row + 3])})" for row, name in enumerate(dataset.systems.values)
+        f"{name} ({', '.join('abcdefghi'[3 * row : 3 * row + 3])})"
+        for row, name in enumerate(dataset.systems.values)
     ]
     return (
-        f"Estimates of four estimators on simulated systems whose spectra are known: {', '.join(systems)}. "
-        f"Left, decay rates over the exact ones at {dataset.lengths.values[-1]} transitions, a dot for each of {many} "
-        "and their mean with its 95 % Student interval, one of each conjugate pair. Middle, the leading eigenfunction "
-        f"at the same length, scaled to the exact one (dashed); {drawn[0].lower()}{drawn[1:]} Right, the largest "
-        f"relative error of the eigenvalues by length, means over {many} with 95 % Student intervals; dotted, a fall "
+        "Estimates of four estimators on simulated systems whose spectra are known: "
+        f"{', '.join(systems)}. "
+        f"Left, decay rates over the exact ones at {dataset.lengths.values[-1]} transitions, a "
+        f"dot for each of {many} "
+        "and their mean with its 95 % Student interval, one of each conjugate pair. Middle, the "
+        "leading eigenfunction "
+        f"at the same length, scaled to the exact one (dashed); {drawn[0].lower()}{drawn[1:]} "
+        "Right, the largest "
+        f"relative error of the eigenvalues by length, means over {many} with 95 % Student "
+        "intervals; dotted, a fall "
         "as one over the root of the length."
     )
 
@@ -280,7 +318,10 @@ def caption(dataset: xarray.Dataset) -> str:
 def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data and the size of the run."""
     longest = dataset.lengths.values[-1]
-    return f"{dataset.sizes['trajectories']} trajectories of up to {longest} transitions; rates -log|lambda| per lag"
+    return (
+        f"{dataset.sizes['trajectories']} trajectories of up to {longest} transitions; rates "
+        "-log|lambda| per lag"
+    )
 
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
@@ -291,6 +332,11 @@ def table(dataset: xarray.Dataset) -> list[list[str]]:
         for estimator in one.estimators.values:
             numbers = one.sel(estimators=estimator)[["exact_rate", "mean_rate", "standard_error"]]
             for exact, mean, error in numbers.to_array().values.T:
-                cells = [f"{exact:.5f}", f"{mean:.5f}", f"{error:.5f}", f"{(mean - exact) / error:+.1f}"]
+                cells = [
+                    f"{exact:.5f}",
+                    f"{mean:.5f}",
+                    f"{error:.5f}",
+                    f"{(mean - exact) / error:+.1f}",
+                ]
                 shown.append([name, estimator, *cells])
     return shown

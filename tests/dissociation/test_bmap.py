@@ -46,7 +46,14 @@ def mlp(key):
 
 
 def returns_everything(x, n):
-    out = {"array": x, "number": n, "string": "s", "function": jnp.tanh, "nothing": None, "numpy": np.arange(2)}
+    out = {
+        "array": x,
+        "number": n,
+        "string": "s",
+        "function": jnp.tanh,
+        "nothing": None,
+        "numpy": np.arange(2),
+    }
     return out, [jnp.full(n, 2.0), x.astype(jnp.int32), x.sum() > 0]
 
 
@@ -55,7 +62,12 @@ def _cases():
     x, y = arange(SIZE, 4), arange(4, SIZE, 3)
     yield "static shape", lambda x, n: jnp.tile(x, n), (x, 3), {"in_axes": (0, None)}
     tree = {"a": x, "b": 2}, 3.0
-    yield "PyTree of axes", lambda p, s: p["a"] * s + p["b"], tree, {"in_axes": ({"a": 0, "b": None}, None)}
+    yield (
+        "PyTree of axes",
+        lambda p, s: p["a"] * s + p["b"],
+        tree,
+        {"in_axes": ({"a": 0, "b": None}, None)},
+    )
     yield "dict by name", lambda a, b: a * b.sum(), (x, y), {"in_axes": {"b": 1}}
     yield "if_array(1)", lambda a, f: f(a), (y, jnp.tanh), {"in_axes": eqx.if_array(1)}
     yield "negative axes", lambda a, b: a.sum() + b.sum(), (x, y), {"in_axes": (-2, -2)}
@@ -64,14 +76,39 @@ def _cases():
     axes = {"in_axes": (0, None), "out_axes": (0, None, None)}
     yield "out_axes None", lambda a, b: (a + b.sum(), b * 2, "s"), (x, y), axes
     yield "everything", returns_everything, (x, 3), {}
-    yield "weak type", lambda a, b: a * b, (jax.vmap(lambda _: 2.0)(x), jnp.arange(SIZE, dtype=jnp.bfloat16)), {}
+    yield (
+        "weak type",
+        lambda a, b: a * b,
+        (jax.vmap(lambda _: 2.0)(x), jnp.arange(SIZE, dtype=jnp.bfloat16)),
+        {},
+    )
     numbers = np.arange(SIZE, dtype=np.float32), np.arange(2)
     yield "NumPy", lambda a, b: (a * 2, b), numbers, {"in_axes": (0, None), "out_axes": EACH}
-    yield "nothing mapped at all", lambda a, s: (a * 2, s), (x, "s"), {"in_axes": None, "out_axes": None}
-    yield "typed keys on axis 1", lambda k: jax.random.split(k[0]), (keys[None],), {"in_axes": 1, "out_axes": 1}
-    yield "shared keys", lambda a, k: (a, k), (x, keys[0]), {"in_axes": (0, None), "out_axes": (0, None)}
+    yield (
+        "nothing mapped at all",
+        lambda a, s: (a * 2, s),
+        (x, "s"),
+        {"in_axes": None, "out_axes": None},
+    )
+    yield (
+        "typed keys on axis 1",
+        lambda k: jax.random.split(k[0]),
+        (keys[None],),
+        {"in_axes": 1, "out_axes": 1},
+    )
+    yield (
+        "shared keys",
+        lambda a, k: (a, k),
+        (x, keys[0]),
+        {"in_axes": (0, None), "out_axes": (0, None)},
+    )
     pair = Pair(arange(SIZE, 3), jnp.tanh, "pair")
-    yield "model in and out", lambda p: eqx.tree_at(lambda q: q.weight, p, p.weight * 2), (pair,), {}
+    yield (
+        "model in and out",
+        lambda p: eqx.tree_at(lambda q: q.weight, p, p.weight * 2),
+        (pair,),
+        {},
+    )
     yield "no arguments", lambda: jnp.ones(2), (), {"axis_size": SIZE}
     yield "empty axis", lambda a: a * 2, (jnp.zeros((0, 3)),), {}
 
@@ -86,7 +123,11 @@ def test_plain_and_jit_equal_filter_vmap(name):
     wanted = eqx.filter_vmap(fun, **options)(*args)
     batched = bmap(fun, batch_size=2, **options)
     assert_same(batched(*args), wanted)
-    assert_same(*eqx.filter_jit(lambda *args: (batched(*args), eqx.filter_vmap(fun, **options)(*args)))(*args))
+    assert_same(
+        *eqx.filter_jit(lambda *args: (batched(*args), eqx.filter_vmap(fun, **options)(*args)))(
+            *args
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +140,10 @@ def test_plain_and_jit_equal_filter_vmap(name):
 )  # fmt: skip
 def test_every_batch_size_and_loop_equals_filter_vmap(name, batch_size, loop):
     fun, args, options = CASES[name]
-    assert_same(bmap(fun, batch_size=batch_size, loop=loop, **options)(*args), eqx.filter_vmap(fun, **options)(*args))
+    assert_same(
+        bmap(fun, batch_size=batch_size, loop=loop, **options)(*args),
+        eqx.filter_vmap(fun, **options)(*args),
+    )
 
 
 @pytest.mark.parametrize(("loop", "checkpoint"), [("scan", True), ("unroll", False)])
@@ -128,7 +172,11 @@ def test_nested_and_under_an_outer_map(outer):
 
     ours = outer(lambda a: rows(partial(bmap, batch_size=2))(a, y))(x)
     assert_same(ours, jax.vmap(lambda a: rows(jax.vmap)(a, y))(x))
-    shared = outer(lambda a: bmap(lambda b, c: (b, c), in_axes=(0, None), out_axes=(0, None), batch_size=2)(y, a))(x)
+    shared = outer(
+        lambda a: bmap(lambda b, c: (b, c), in_axes=(0, None), out_axes=(0, None), batch_size=2)(
+            y, a
+        )
+    )(x)
     assert_same(shared[1], x)
 
 
@@ -184,17 +232,53 @@ def add(x, y):
 
 
 BAD_CALLS = [
-    (ValueError, "`y` must have as many members .*`x` \\(5\\), got 3", add, (jnp.ones(5), jnp.ones(3)), {}),
-    (ValueError, "`x` .*`axis_size` \\(4\\), got 5", add, (jnp.ones(5), jnp.ones(5)), {"axis_size": 4}),
+    (
+        ValueError,
+        "`y` must have as many members .*`x` \\(5\\), got 3",
+        add,
+        (jnp.ones(5), jnp.ones(3)),
+        {},
+    ),
+    (
+        ValueError,
+        "`x` .*`axis_size` \\(4\\), got 5",
+        add,
+        (jnp.ones(5), jnp.ones(5)),
+        {"axis_size": 4},
+    ),
     (ValueError, "out_axes", add, (jnp.ones(5), jnp.ones(5)), {"out_axes": None}),
     (ValueError, r"`args\[1\]` must have as many", lambda *xs: xs, (jnp.ones(5), jnp.ones(3)), {}),
     (ValueError, "`in_axes` must map at least one", add, (1.0, 2.0), {"out_axes": 0}),
     (ValueError, "`y` must have the axis 1", add, (jnp.ones(5), jnp.ones(5)), {"in_axes": (0, 1)}),
-    (ValueError, "`in_axes` must consist of", add, (jnp.ones(5), jnp.ones(5)), {"in_axes": ("a", 0)}),
+    (
+        ValueError,
+        "`in_axes` must consist of",
+        add,
+        (jnp.ones(5), jnp.ones(5)),
+        {"in_axes": ("a", 0)},
+    ),
     (ValueError, "`in_axes` must be a prefix", add, (jnp.ones(5), jnp.ones(5)), {"in_axes": (0,)}),
-    (ValueError, "`in_axes` must name .*'z'", add, (jnp.ones(5), jnp.ones(5)), {"in_axes": {"z": 0}}),
-    (ValueError, "`out_axes` must be a prefix", add, (jnp.ones(5), jnp.ones(5)), {"out_axes": (0, 0)}),
-    (ValueError, "`batch_size` .*5 members.*cannot cross", add, (jnp.ones(5), jnp.ones(5)), {"axis_name": "i"}),
+    (
+        ValueError,
+        "`in_axes` must name .*'z'",
+        add,
+        (jnp.ones(5), jnp.ones(5)),
+        {"in_axes": {"z": 0}},
+    ),
+    (
+        ValueError,
+        "`out_axes` must be a prefix",
+        add,
+        (jnp.ones(5), jnp.ones(5)),
+        {"out_axes": (0, 0)},
+    ),
+    (
+        ValueError,
+        "`batch_size` .*5 members.*cannot cross",
+        add,
+        (jnp.ones(5), jnp.ones(5)),
+        {"axis_name": "i"},
+    ),
 ]
 
 
@@ -205,7 +289,12 @@ def test_wrong_calls_name_the_argument(kind, message, fun, args, options):
 
 
 def test_wrong_options_are_refused_at_once():
-    for name, value in (("batch_size", 0), ("batch_size", "big"), ("memory_budget", 10), ("loop", "fori")):
+    for name, value in (
+        ("batch_size", 0),
+        ("batch_size", "big"),
+        ("memory_budget", 10),
+        ("loop", "fori"),
+    ):
         with pytest.raises((TypeError, ValueError), match=name):
             bmap(add, **{name: value})
     for mapping in (bmap, eqx.filter_vmap):
@@ -216,7 +305,9 @@ def test_wrong_options_are_refused_at_once():
 def test_collectives_within_one_batch():
     x = arange(SIZE)
     for batch_size in (None, SIZE, 9):
-        centred = bmap(lambda a: a - jax.lax.pmean(a, "members"), axis_name="members", batch_size=batch_size)(x)
+        centred = bmap(
+            lambda a: a - jax.lax.pmean(a, "members"), axis_name="members", batch_size=batch_size
+        )(x)
         np.testing.assert_allclose(centred, x - x.mean(), atol=1e-6)
 
 
@@ -247,7 +338,9 @@ def test_auto_takes_the_largest_batch_that_fits(caplog):
     x = arange(40, 100)
 
     def needed(batch_size):
-        return memory.program_bytes(eqx.filter_jit(bmap(wide, batch_size=batch_size)).lower(x).compile().compiled)
+        return memory.program_bytes(
+            eqx.filter_jit(bmap(wide, batch_size=batch_size)).lower(x).compile().compiled
+        )
 
     table = {batch: needed(batch) for batch in (1, 10, 40)}
     assert table[40] > 3 * table[10]
@@ -267,7 +360,9 @@ def test_auto_is_refused_inside_transformations(transform):
     total = lambda v: jnp.sum(bmap(jnp.sin, batch_size="auto")(v))  # noqa: E731
     captured = lambda v: jnp.sum(bmap(lambda a: a * v.sum(), batch_size="auto")(jnp.arange(3.0)))  # noqa: E731
     for function in (total, captured):
-        with pytest.raises(ValueError, match="`batch_size` must be a number or None inside jit, grad"):
+        with pytest.raises(
+            ValueError, match="`batch_size` must be a number or None inside jit, grad"
+        ):
             transform(function)(x)
 
 
@@ -283,18 +378,24 @@ def test_convolutions_on_a_cpu_are_looped_over_outside_of_compiled_programs():
     images, kernels = arange(SIZE, 2, 1, 6, 6), arange(SIZE, 3, 1, 3, 3)
     wanted = jax.vmap(convolve)(images, kernels)
     for loop in ("auto", "scan", "unroll"):
-        np.testing.assert_allclose(bmap(convolve, batch_size=2, loop=loop)(images, kernels), wanted, atol=1e-5)
+        np.testing.assert_allclose(
+            bmap(convolve, batch_size=2, loop=loop)(images, kernels), wanted, atol=1e-5
+        )
     scan, unroll = (bmap(convolve, batch_size=2, loop=loop) for loop in ("scan", "unroll"))
     assert loops_in(scan, images, kernels) == 1
     assert loops_in(unroll, images, kernels) == 0
-    assert loops_in(bmap(jnp.dot, batch_size=2), arange(SIZE, 3), arange(SIZE, 3)) == 1  # dense layers stay
+    assert (
+        loops_in(bmap(jnp.dot, batch_size=2), arange(SIZE, 3), arange(SIZE, 3)) == 1
+    )  # dense layers stay
 
 
 @pytest.mark.cpu
 def test_convolutions_in_a_compiled_loop_on_a_cpu_are_reported():
     images, kernels = arange(SIZE, 2, 1, 6, 6), arange(SIZE, 3, 1, 3, 3)
     nested = jax.jit(bmap(lambda a, b: jax.jit(convolve)(a, b), batch_size=1))
-    with pytest.warns(UserWarning, match="convolution inside a compiled program on a CPU.*loop='unroll'"):
+    with pytest.warns(
+        UserWarning, match="convolution inside a compiled program on a CPU.*loop='unroll'"
+    ):
         jitted = nested(images, kernels)
     np.testing.assert_allclose(jitted, jax.vmap(convolve)(images, kernels), atol=1e-5)
     nested(images[:1], kernels[:1])  # a single member is no loop: a warning would be an error

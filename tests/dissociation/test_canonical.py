@@ -20,7 +20,11 @@ pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
 
 MADE_AND_READ = {
     "perceptron": [([(0, 0), (1, 0)], [(2, 1)]), ([(2, 0), (3, 0)], [(4, 1)])],
-    "convolutional": [([(0, 3), (1, 0)], [(2, 2)]), ([(2, 3), (3, 0)], [(4, 1)]), ([(4, 0), (5, 0)], [(6, 1)])],
+    "convolutional": [
+        ([(0, 3), (1, 0)], [(2, 2)]),
+        ([(2, 3), (3, 0)], [(4, 1)]),
+        ([(4, 0), (5, 0)], [(6, 1)]),
+    ],
     "residual": [
         ([(0, 0), (1, 0), (6, 0), (7, 0), (8, 0), (9, 0)], [(2, 1), (4, 1), (10, 1)]),
         ([(2, 0), (3, 0)], [(6, 1)]),
@@ -76,7 +80,9 @@ def composed(name, model, rng, steps=5, kinds=("permute", "scale", "duplicate", 
     leaves = [np.asarray(leaf) for leaf in parameters_of(model)[0]]
     for _ in range(steps):
         groups = MADE_AND_READ[name]
-        leaves = rewritten(leaves, groups[rng.integers(len(groups))], rng, kinds[rng.integers(len(kinds))])
+        leaves = rewritten(
+            leaves, groups[rng.integers(len(groups))], rng, kinds[rng.integers(len(kinds))]
+        )
     return with_leaves(model, leaves)
 
 
@@ -88,7 +94,9 @@ def test_the_canonical_form_computes_the_same(name):
     form = canonical(network, inputs[0])
     for other in (network, form):
         np.testing.assert_allclose(outputs_of(other, inputs), outputs_of(model, inputs), atol=5e-6)
-    assert jax.tree.structure(eqx.filter(form, eqx.is_array)) == jax.tree.structure(eqx.filter(model, eqx.is_array))
+    assert jax.tree.structure(eqx.filter(form, eqx.is_array)) == jax.tree.structure(
+        eqx.filter(model, eqx.is_array)
+    )
     again = canonical(form, inputs[0])
     for leaves in zip(*(parameters_of(each)[0] for each in (form, again, first)), strict=True):
         for same in leaves[1:]:
@@ -155,7 +163,10 @@ class Flattened(eqx.Module):
         a, b, c = widths
         self.first = eqx.nn.Conv2d(1, a, kernel, padding=kernel // 2, key=keys[0])
         self.second = eqx.nn.Conv2d(a, b, kernel, padding=kernel // 2, key=keys[1])
-        self.hidden, self.out = eqx.nn.Linear(4 * b, c, key=keys[2]), eqx.nn.Linear(c, 2, key=keys[3])
+        self.hidden, self.out = (
+            eqx.nn.Linear(4 * b, c, key=keys[2]),
+            eqx.nn.Linear(c, 2, key=keys[3]),
+        )
 
     def __call__(self, x):
         for layer in (self.first, self.second):
@@ -176,7 +187,9 @@ NARROW = {
 @pytest.mark.slow
 def test_layers_of_one_neuron_and_of_none(name):
     make, shape = NARROW[name]
-    model = jax.tree.map(lambda x: jnp.abs(x) if eqx.is_array(x) else x, make(jax.random.key(1)))  # nothing is dead
+    model = jax.tree.map(
+        lambda x: jnp.abs(x) if eqx.is_array(x) else x, make(jax.random.key(1))
+    )  # nothing is dead
     inputs = np.abs(np.random.default_rng(2).standard_normal((4, *shape))).astype(np.float32)
     given = [np.asarray(leaf) for leaf in parameters_of(model)[0]]
     own = fingerprint(model, inputs[0])
@@ -185,7 +198,9 @@ def test_layers_of_one_neuron_and_of_none(name):
         for slot, exponent in zip(group.slots, group.scaling, strict=True):
             array = given[slot.leaf]
             factor = np.linspace(3.0, 5.0, group.size).reshape(-1, *[1] * array.ndim) ** exponent
-            scaled[slot.leaf] = slot.with_blocks(scaled[slot.leaf], slot.blocks(scaled[slot.leaf]) * factor)
+            scaled[slot.leaf] = slot.with_blocks(
+                scaled[slot.leaf], slot.blocks(scaled[slot.leaf]) * factor
+            )
             for arrays, first in ((alone, 1), (dead, 0)) if slot.outgoing else ():
                 blocks = slot.blocks(arrays[slot.leaf])
                 blocks[first:] = 0
@@ -196,18 +211,25 @@ def test_layers_of_one_neuron_and_of_none(name):
             network = with_leaves(model, arrays)
             form = canonical(network, inputs[0])
             assert len(parameters_of(form)[0][group.slots[0].leaf]) == 1
-            np.testing.assert_allclose(outputs_of(form, inputs), outputs_of(network, inputs), rtol=2e-6)
+            np.testing.assert_allclose(
+                outputs_of(form, inputs), outputs_of(network, inputs), rtol=2e-6
+            )
 
 
 def test_what_is_alike_or_dead_leaves_one_neuron():
     keys, example = jax.random.split(jax.random.key(0), 2), jnp.ones(3)
-    narrow, wide = (eqx.nn.MLP(3, 2, width, 1, key=key) for width, key in zip((1, 2), keys, strict=True))
+    narrow, wide = (
+        eqx.nn.MLP(3, 2, width, 1, key=key) for width, key in zip((1, 2), keys, strict=True)
+    )
     parts = lambda m: [part for layer in m.layers for part in (layer.weight, layer.bias)]  # noqa: E731
     made, bias, read, last = parts(narrow)
     weights = jnp.array([1.0, 2.0])[:, None]
     parallel = [weights * made, weights[:, 0] * bias, read * jnp.array([[0.5, 0.25]]), last]
     parallel = eqx.tree_at(parts, wide, parallel)
-    nothing = [jax.tree.map(lambda x: 0 * x if eqx.is_array(x) else x, network) for network in (narrow, wide)]
+    nothing = [
+        jax.tree.map(lambda x: 0 * x if eqx.is_array(x) else x, network)
+        for network in (narrow, wide)
+    ]
     deep = (eqx.nn.MLP(3, 2, width, 2, key=key) for width, key in zip((1, 2), keys, strict=True))
     still = [eqx.tree_at(lambda m: parts(m)[4:], m, [0 * m.layers[2].weight, last]) for m in deep]
     assert canonical(still[1], example).layers[1].weight.shape == (1, 1)
@@ -221,7 +243,9 @@ def test_groups_side_by_side_shrink_each_by_itself():
         return read @ jnp.concatenate([jax.nn.relu(one @ x), jax.nn.relu(other @ x)])
 
     rng = np.random.default_rng(0)
-    one, other, read = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 3), (5, 3), (2, 9)))
+    one, other, read = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((4, 3), (5, 3), (2, 9))
+    )
     twice = [np.concatenate([array, 2 * array[1:3]]) for array in (one, other)]
     parts = [read[:, :4], np.zeros((2, 2)), read[:, 4:], read[:, [5, 6]] / 4]
     parts[2] = np.where(np.isin(np.arange(5), (1, 2)), parts[2] / 2, parts[2])
@@ -237,7 +261,9 @@ def test_groups_side_by_side_shrink_each_by_itself():
 @pytest.mark.parametrize(("dtype", "most"), [(jnp.float32, 1e-6), (jnp.bfloat16, 0.01)])
 def test_a_fingerprint_does_not_jump_where_the_order_does(dtype, most):
     models = [eqx.nn.MLP(5, 3, 300, 2, key=jax.random.key(seed)) for seed in range(2)]
-    model, other = (jax.tree.map(lambda x: x.astype(dtype) if eqx.is_array(x) else x, m) for m in models)
+    model, other = (
+        jax.tree.map(lambda x: x.astype(dtype) if eqx.is_array(x) else x, m) for m in models
+    )
     rng, example = np.random.default_rng(0), jnp.ones(5, dtype)
     moved = composed("perceptron", model, rng, 10, ("permute", "scale"))
     own, again, far = (fingerprint(network, example) for network in (model, moved, other))
@@ -260,7 +286,9 @@ def test_deep_networks_of_any_size_have_one_fingerprint(double):
                     leaf *= factor
                 leaves[2 * layer + 2] /= factor
             scaled = with_leaves(model, leaves)
-            assert fingerprint_distance(own, fingerprint(scaled, example)) < (1e-14 if double else 1e-6)
+            assert fingerprint_distance(own, fingerprint(scaled, example)) < (
+                1e-14 if double else 1e-6
+            )
 
 
 def test_networks_whose_outputs_are_tiny_are_told_apart():
@@ -283,7 +311,10 @@ class Gain(eqx.Module):
 
     def __init__(self, after, width=6):
         keys = jax.random.split(jax.random.key(0), 3)
-        self.first, self.second = eqx.nn.Linear(4, width, key=keys[0]), eqx.nn.Linear(width, 2, key=keys[1])
+        self.first, self.second = (
+            eqx.nn.Linear(4, width, key=keys[0]),
+            eqx.nn.Linear(width, 2, key=keys[1]),
+        )
         self.gain, self.after = jax.random.normal(keys[2], (width,)), after
 
     def __call__(self, x):
@@ -292,7 +323,9 @@ class Gain(eqx.Module):
 
 def test_what_has_no_canonical_form_is_refused_by_name():
     model, inputs, _ = one("stack in a scan")
-    with pytest.raises(ValueError, match=r"`model` must have groups that are homogeneous.*first \(in 3 copies\)"):
+    with pytest.raises(
+        ValueError, match=r"`model` must have groups that are homogeneous.*first \(in 3 copies\)"
+    ):
         canonical(model, inputs[0])
     for after, reason in (
         (lambda x, gain: x**2, "of degree 2"),
@@ -302,12 +335,16 @@ def test_what_has_no_canonical_form_is_refused_by_name():
     ):
         for width in (6, 1):
             reasons = rf".*first \({reason}\)" if width > 1 else ""
-            with pytest.raises(ValueError, match="`model` must have groups that are homogeneous" + reasons):
+            with pytest.raises(
+                ValueError, match="`model` must have groups that are homogeneous" + reasons
+            ):
                 fingerprint(Gain(after, width), jnp.ones(4))
     model, inputs, _ = one("perceptron")
     with pytest.raises(TypeError, match="`model` must be known"):
         eqx.filter_jit(lambda m: canonical(m, inputs[0]))(model)
-    spoilt = eqx.tree_at(lambda m: m.layers[0].bias, model, replace_fn=lambda x: x.at[0].set(jnp.nan))
+    spoilt = eqx.tree_at(
+        lambda m: m.layers[0].bias, model, replace_fn=lambda x: x.at[0].set(jnp.nan)
+    )
     with pytest.raises(ValueError, match="`model` must be finite"):
         canonical(spoilt, inputs[0])
     model, inputs, _ = one("residual")
@@ -318,11 +355,19 @@ def test_what_has_no_canonical_form_is_refused_by_name():
     counts = Gain(lambda x, gain: x / len(x))
     canonical(counts, inputs[0][:4])
     wide = eqx.tree_at(lambda m: m.second.weight, counts, counts.second.weight.at[:, 0].set(0))
-    with pytest.raises(ValueError, match="number of neurons the function does not depend on, got first"):
+    with pytest.raises(
+        ValueError, match="number of neurons the function does not depend on, got first"
+    ):
         canonical(wide, inputs[0][:4])
-    arrays = [jax.random.normal(jax.random.key(k), shape) for k, shape in enumerate([(5, 8), (8, 3), (5, 8)])]
+    arrays = [
+        jax.random.normal(jax.random.key(k), shape)
+        for k, shape in enumerate([(5, 8), (8, 3), (5, 8)])
+    ]
     for call, wanted in (
-        (lambda p, x: (jax.nn.sigmoid(x @ p[2]) * (x @ p[0])) @ p[1], "made by what does not scale with it"),
+        (
+            lambda p, x: (jax.nn.sigmoid(x @ p[2]) * (x @ p[0])) @ p[1],
+            "made by what does not scale with it",
+        ),
         (lambda p, x: (x @ p[0])[::-1] @ p[1], "read in another order"),
     ):
         with pytest.raises(ValueError, match=wanted):
@@ -334,7 +379,9 @@ def test_what_has_no_canonical_form_is_refused_by_name():
 def test_other_networks_have_other_fingerprints(name, count):
     kind = ZOO[name]
     example = kind.inputs(jax.random.key(1))[0]
-    found = np.stack([fingerprint(kind.make(jax.random.key(seed)), example) for seed in range(count)])
+    found = np.stack(
+        [fingerprint(kind.make(jax.random.key(seed)), example) for seed in range(count)]
+    )
     assert pdist(found).min() > 0.3 * np.linalg.norm(found, axis=1).max()
 
 
@@ -342,7 +389,11 @@ def test_other_networks_have_other_fingerprints(name, count):
 def test_neurons_without_activity_are_dropped_where_asked(name):
     """Biases far below zero: dead on the data, and not for every input."""
     model, inputs, groups = one(name)
-    names = {"perceptron": "layers[1]", "convolutional": "encoder.convolutions[1]", "residual": "first[1]"}
+    names = {
+        "perceptron": "layers[1]",
+        "convolutional": "encoder.convolutions[1]",
+        "residual": "first[1]",
+    }
     group = groups[names[name]]
     bias = next(slot for slot in group.slots if slot.path.endswith("bias"))
     leaves = [np.array(leaf) for leaf in parameters_of(model)[0]]
@@ -351,7 +402,9 @@ def test_neurons_without_activity_are_dropped_where_asked(name):
     plain, dropped = canonical(dead, inputs[0]), canonical(dead, inputs[0], inputs=inputs)
     sizes = [sum(np.size(leaf) for leaf in parameters_of(m)[0]) for m in (model, plain, dropped)]
     assert sizes[0] == sizes[1] > sizes[2]
-    np.testing.assert_allclose(outputs_of(dropped, inputs), outputs_of(dead, inputs), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        outputs_of(dropped, inputs), outputs_of(dead, inputs), rtol=1e-4, atol=1e-5
+    )
     found = neuron_groups(dropped, inputs[0])[group.name]
     assert found.size <= group.size - 2
     leaves[bias.leaf][bias.positions[:2]] -= 7.0  # of no effect on these inputs

@@ -14,7 +14,9 @@ INPUTS = np.asarray([[1.0, 0.0], [0.0, 2.0], [-4.0, 1.0], [0.5, 0.4]], np.float3
 def test_counts_by_hand(run):
     # The identity against a shift of the second output by 0.25: only the last input changes sides.
     for batch_size in (None, 1, 3, 100):
-        certificate = run(lambda x: x, lambda x: x + jnp.asarray([0.0, 0.25]), INPUTS, batch_size=batch_size)
+        certificate = run(
+            lambda x: x, lambda x: x + jnp.asarray([0.0, 0.25]), INPUTS, batch_size=batch_size
+        )
         assert [float(value) for value in certificate] == [0.25, 0.0625, 1, 4]
         assert not bool(certificate.kept(1.0))
 
@@ -66,13 +68,18 @@ def test_certificate_refuses():
     """Outputs that cannot be compared, and models that do not take an input, by name."""
     model, wide = (eqx.nn.MLP(inputs, 3, 4, 2, key=jax.random.key(0)) for inputs in (2, 3))
     ours = MLP(3, 4, 1, 2, key=jax.random.key(0))
-    stacked = eqx.filter_vmap(lambda key: eqx.nn.MLP(2, 3, 4, 2, key=key))(jax.random.split(jax.random.key(0), 5))
+    stacked = eqx.filter_vmap(lambda key: eqx.nn.MLP(2, 3, 4, 2, key=key))(
+        jax.random.split(jax.random.key(0), 5)
+    )
     for original, rewritten, error, words in (
         (lambda x: x, lambda x: x[:1], ValueError, "`rewritten` must give outputs of the shape"),
         (jnp.sin, lambda x: (x, x), TypeError, "`rewritten` must give one array, got PyTreeDef"),
-        (lambda x: x + 1j, jnp.sin, TypeError, "`original` must give real numbers, got dtype complex64"),
-        (lambda x: x[:0], jnp.sin, ValueError, r"`original` must give outputs that are not empty, got shape \(0,\)"),
-        *((wrong, model, TypeError, r"`original` must take one example of shape \(2,\) .* got an error: ")
+        (lambda x: x + 1j, jnp.sin, TypeError, "`original` must give real numbers, got dtype "
+                                               "complex64"),
+        (lambda x: x[:0], jnp.sin, ValueError, r"`original` must give outputs that are not "
+                                               r"empty, got shape \(0,\)"),
+        *((wrong, model, TypeError, r"`original` must take one example of shape \(2,\) .* got an "
+                                    r"error: ")
           for wrong in (stacked, wide)),
         *((model, wrong, TypeError, r"`rewritten` must take one example of shape \(2,\)") for wrong in (stacked, wide)),
         (ours, model, ValueError, r"`x` must be one example of shape \(3,\), got shape \(2,\)"),

@@ -40,7 +40,9 @@ def blank(tree):
 def test_round_trip(key, tmp_path):
     original = tree(key)
     checkpoint.save(tmp_path / "deep" / "file", original, {"step": 3})
-    assert eqx.tree_equal(checkpoint.restore(tmp_path / "deep" / "file", blank(original)), original, typematch=True)
+    assert eqx.tree_equal(
+        checkpoint.restore(tmp_path / "deep" / "file", blank(original)), original, typematch=True
+    )
     assert checkpoint.read_header(tmp_path / "deep" / "file") == {"step": 3}
 
 
@@ -50,7 +52,13 @@ KINDS = [*"?bHqQegFG", ">f4", ">c16", ">M8[ns]", "m8[s]", jnp.bfloat16, jnp.floa
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_every_kind_of_numbers_comes_back(tmp_path, dtype):
     x = np.array([[0, 1, 2], [2, 3, 5]]).astype(dtype)
-    given = {"rows": x, "columns": np.asfortranarray(x), "strided": x[::-1, ::2], "scalar": x[0, 0], "empty": x[:, :0]}
+    given = {
+        "rows": x,
+        "columns": np.asfortranarray(x),
+        "strided": x[::-1, ::2],
+        "scalar": x[0, 0],
+        "empty": x[:, :0],
+    }
     given["no axis"] = x[1, 1:2].reshape(())
     checkpoint.save(tmp_path / "file", given)
     zeros = {name: np.zeros_like(one) for name, one in given.items()}
@@ -59,9 +67,21 @@ def test_every_kind_of_numbers_comes_back(tmp_path, dtype):
 
 
 def test_what_could_not_be_read_is_refused_by_name(tmp_path):
-    masked, struct = np.ma.array([1.0, 2.0], mask=[True, False]), jax.ShapeDtypeStruct((2,), jnp.float32)
-    for leaf in (np.array(["a", "bc"]), np.array([None, 1]), np.zeros(2, [("a", "f4"), ("b", "i4")]), masked, struct):
-        with pytest.raises(TypeError, match=r"`tree` must hold arrays of numbers or dates, got a .* at \['x'\]\[1\]"):
+    masked, struct = (
+        np.ma.array([1.0, 2.0], mask=[True, False]),
+        jax.ShapeDtypeStruct((2,), jnp.float32),
+    )
+    for leaf in (
+        np.array(["a", "bc"]),
+        np.array([None, 1]),
+        np.zeros(2, [("a", "f4"), ("b", "i4")]),
+        masked,
+        struct,
+    ):
+        with pytest.raises(
+            TypeError,
+            match=r"`tree` must hold arrays of numbers or dates, got a .* at \['x'\]\[1\]",
+        ):
             checkpoint.save(tmp_path / "file", {"x": (1, leaf)})
     assert not list(tmp_path.iterdir())
 
@@ -71,11 +91,26 @@ def test_what_could_not_be_read_is_refused_by_name(tmp_path):
     [
         (lambda t: t | {"more": jnp.ones(2)}, r"the leaf \['more'\] is lacking"),
         (lambda t: {"numpy": t["numpy"]}, r"the leaf \['empty'\] is unknown"),
-        (lambda t: t | {"half": t["half"][:1]}, r"the leaf \['half'\] has shape \(2,\).*wanted \(1,\)"),
-        (lambda t: t | {"numpy": t["numpy"].astype(np.float32)}, r"\['numpy'\].*float64, wanted \(3,\) and float32"),
-        (lambda t: t | {"key": jax.random.key(0)}, r"the leaf \['key'\] has shape \(2,\) .*, wanted \(\)"),
-        (lambda t: t | {"numbers": (3.0, *t["numbers"][1:])}, r"the leaf \['numbers'\]\[0\] is 3, wanted a float"),
-        (lambda t: t | {"long": jax.ShapeDtypeStruct((1,), np.int64)}, r"\['long'\] is int64\. Enable JAX's 64 bits"),
+        (
+            lambda t: t | {"half": t["half"][:1]},
+            r"the leaf \['half'\] has shape \(2,\).*wanted \(1,\)",
+        ),
+        (
+            lambda t: t | {"numpy": t["numpy"].astype(np.float32)},
+            r"\['numpy'\].*float64, wanted \(3,\) and float32",
+        ),
+        (
+            lambda t: t | {"key": jax.random.key(0)},
+            r"the leaf \['key'\] has shape \(2,\) .*, wanted \(\)",
+        ),
+        (
+            lambda t: t | {"numbers": (3.0, *t["numbers"][1:])},
+            r"the leaf \['numbers'\]\[0\] is 3, wanted a float",
+        ),
+        (
+            lambda t: t | {"long": jax.ShapeDtypeStruct((1,), np.int64)},
+            r"\['long'\] is int64\. Enable JAX's 64 bits",
+        ),
     ],
 )
 def test_misfits_name_the_leaf(key, tmp_path, change, message):
@@ -93,7 +128,10 @@ def test_damage_is_noticed(tmp_path):
         (whole + b"more", "damaged: 4 bytes follow its last leaf. Delete it"),
         (whole[:-10], "damaged at the leaf"),
         (whole[:60], "its header cannot be read"),
-        (whole.replace(b'"step": 10', b'"step": 90'), r"is damaged: its header cannot be read\. Delete it"),
+        (
+            whole.replace(b'"step": 10', b'"step": 90'),
+            r"is damaged: its header cannot be read\. Delete it",
+        ),
         (b"something else", "must be a checkpoint"),
     ):
         path.write_bytes(changed)
@@ -107,7 +145,10 @@ def test_fingerprint_sees_every_value(key):
     prints = {checkpoint.fingerprint(tree(key)), checkpoint.fingerprint(tree(jax.random.key(1)))}
     changed = tree(key)
     changed["weights"][0] = changed["weights"][0].at[1, 2].add(1e-6)
-    prints |= {checkpoint.fingerprint(changed), checkpoint.fingerprint(tree(key) | {"numbers": (3, 2.5, False)})}
+    prints |= {
+        checkpoint.fingerprint(changed),
+        checkpoint.fingerprint(tree(key) | {"numbers": (3, 2.5, False)}),
+    }
     assert len(prints) == 4
     assert checkpoint.fingerprint(tree(key)) in prints
 

@@ -8,7 +8,12 @@ import pytest
 from words import refused, warned
 
 from dissociation.measures import class_moments, merge_moments, neural_collapse
-from dissociation.measures._collapse import nearest_centre_agreement, self_duality, simplex_frame, trace_ratio
+from dissociation.measures._collapse import (
+    nearest_centre_agreement,
+    self_duality,
+    simplex_frame,
+    trace_ratio,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -27,7 +32,12 @@ def reference(features, labels, classes, classifier=None, logits=None):
     means = np.stack([z[labels == c].mean(0) for c in present])
     apart = np.stack([z[i] - means[present.index(c)] for i, c in enumerate(labels)])
     within = np.mean([a @ a for a in apart])
-    between = np.sum([(labels == c).mean() * np.sum((m - z.mean(0)) ** 2) for c, m in zip(present, means, strict=True)])
+    between = np.sum(
+        [
+            (labels == c).mean() * np.sum((m - z.mean(0)) ** 2)
+            for c, m in zip(present, means, strict=True)
+        ]
+    )
     scale = np.linalg.norm(z, axis=1).mean()
     values = np.linalg.svd(means, compute_uv=False)
     centred = means - means.mean(0)
@@ -49,9 +59,13 @@ def reference(features, labels, classes, classifier=None, logits=None):
     }
     if classifier is not None:
         rows = classifier.astype(float)[present]
-        found["nc3"] = np.linalg.norm(rows / np.linalg.norm(rows) - centred / np.linalg.norm(centred)) ** 2
+        found["nc3"] = (
+            np.linalg.norm(rows / np.linalg.norm(rows) - centred / np.linalg.norm(centred)) ** 2
+        )
         nearest = [present[int(np.argmin([np.linalg.norm(x - m) for m in means]))] for x in z]
-        found["nc4"] = np.mean([c == np.argmax(row) for c, row in zip(nearest, logits, strict=True)])
+        found["nc4"] = np.mean(
+            [c == np.argmax(row) for c, row in zip(nearest, logits, strict=True)]
+        )
     return found
 
 
@@ -71,7 +85,11 @@ def measured(moments):
 )
 def test_against_the_definitions_in_float64(names, width, offset):
     features, labels = samples(width=width)
-    features, labels, classes = features + np.float32(offset), np.asarray(names)[labels], max(names) + 1
+    features, labels, classes = (
+        features + np.float32(offset),
+        np.asarray(names)[labels],
+        max(names) + 1,
+    )
     classifier = RNG.normal(size=(classes, width)).astype(np.float32)
     logits = (features - features.mean(0)) @ classifier.T
     expected = reference(features, labels, classes, classifier, logits)
@@ -89,7 +107,8 @@ def test_against_the_definitions_in_float64(names, width, offset):
 
 
 def test_trace_ratio_where_class_means_coincide():
-    # Every class holds the same samples: a spread, and nothing between. Below: no spread either, and one class alone.
+    # Every class holds the same samples: a spread, and nothing between. Below: no spread either,
+    # and one class alone.
     points = RNG.normal(size=(10, 4)).astype(np.float32) + 3
     labels = np.repeat(np.arange(3), 10)
     ratio = jax.jit(lambda z, y: trace_ratio(class_moments(z, y, 5, scatter=True)))
@@ -99,16 +118,22 @@ def test_trace_ratio_where_class_means_coincide():
     # Two classes coincide, a third does not: the direction towards it is left.
     shifted = np.tile(points, (3, 1))
     shifted[20:] += np.asarray([0.0, 2.0, 0.0, 0.0], np.float32)
-    expected = 2 / 3 * points[:, 1].astype(float).var() * 9 / 8  # rank one: S_B = 8/9 along the shift
+    expected = (
+        2 / 3 * points[:, 1].astype(float).var() * 9 / 8
+    )  # rank one: S_B = 8/9 along the shift
     np.testing.assert_allclose(ratio(shifted, labels), expected / 2, rtol=1e-4)
 
 
 def test_batches_merge_to_the_whole():
     features, labels = samples()
     whole = class_moments(features, labels, 5, scatter=True)
-    merged = class_moments(features[:7], labels[:7], 5, scatter=True)  # some classes are not in the first batch
+    merged = class_moments(
+        features[:7], labels[:7], 5, scatter=True
+    )  # some classes are not in the first batch
     for start, stop in ((7, 150), (150, 400)):
-        merged = merge_moments(merged, class_moments(features[start:stop], labels[start:stop], 5, scatter=True))
+        merged = merge_moments(
+            merged, class_moments(features[start:stop], labels[start:stop], 5, scatter=True)
+        )
     for name, value in vars(whole).items():
         np.testing.assert_allclose(getattr(merged, name), value, rtol=1e-5, atol=1e-4, err_msg=name)
     for name, value in measured(whole).items():
@@ -126,7 +151,9 @@ def test_features_of_any_scale(scale, cuts):
     expected = reference(features, labels, 5, classifier, logits)
     features = features.astype(np.float32)
     parts = zip(np.split(features, cuts), np.split(labels, cuts), strict=True)
-    moments = functools.reduce(merge_moments, (class_moments(*part, 5, scatter=True) for part in parts))
+    moments = functools.reduce(
+        merge_moments, (class_moments(*part, 5, scatter=True) for part in parts)
+    )
     small = pytest.warns(RuntimeWarning, match="beside which the published constants of `nc1`")
     with small if scale < 1 else contextlib.nullcontext():
         neural_collapse(moments)
@@ -139,7 +166,8 @@ def test_features_of_any_scale(scale, cuts):
 
 
 def test_near_collapse_nothing_cancels():
-    # Classes 1000 apart from the origin with a spread of 0.01: mean of squares less square of the mean is all rounding.
+    # Classes 1000 apart from the origin with a spread of 0.01: mean of squares less square of the
+    # mean is all rounding.
     rng = np.random.default_rng(0)
     labels = np.arange(300) % 3
     centres = np.asarray([[1000.0, 0, 0], [0, 1000.0, 0], [0, 0, 1000.0]])
@@ -149,7 +177,9 @@ def test_near_collapse_nothing_cancels():
     np.testing.assert_allclose(found.within, exact["within"], rtol=1e-3)
     np.testing.assert_allclose(found.nc2, 1.0, rtol=1e-4)
     halves = [class_moments(features[i::2], labels[i::2], 3) for i in range(2)]
-    np.testing.assert_allclose(neural_collapse(merge_moments(*halves)).within, exact["within"], rtol=2e-2)
+    np.testing.assert_allclose(
+        neural_collapse(merge_moments(*halves)).within, exact["within"], rtol=2e-2
+    )
 
 
 def test_collapsed_features_of_a_simplex():
@@ -161,7 +191,9 @@ def test_collapsed_features_of_a_simplex():
     for name in ("within", "nc1", "rnc1", "trace", "equinorm", "equiangularity", "maximal_angle"):
         np.testing.assert_allclose(found[name], 0.0, atol=1e-6, err_msg=name)
     assert found["nc2"] == np.inf  # the means of a simplex about its middle are linearly dependent
-    slopes = jax.jit(jax.jacrev(lambda z: measured(class_moments(z, labels, 4, scatter=True))))(features)
+    slopes = jax.jit(jax.jacrev(lambda z: measured(class_moments(z, labels, 4, scatter=True))))(
+        features
+    )
     for name in ("rnc1", "trace", "equinorm", "equiangularity"):
         assert np.isfinite(slopes[name]).all(), name
     np.testing.assert_allclose(self_duality(moments, 3.0 * simplex), 0.0, atol=1e-6)
@@ -170,13 +202,18 @@ def test_collapsed_features_of_a_simplex():
     cosine = np.sum(simplex * turned) / np.sum(simplex**2)
     np.testing.assert_allclose(self_duality(moments, turned), 2 - 2 * cosine, atol=1e-6)
     # An orthogonal frame is the other end: condition number 1.
-    np.testing.assert_allclose(neural_collapse(class_moments(np.eye(4, dtype=np.float32)[labels], labels, 4)).nc2, 1.0)
+    np.testing.assert_allclose(
+        neural_collapse(class_moments(np.eye(4, dtype=np.float32)[labels], labels, 4)).nc2, 1.0
+    )
 
 
 def test_bad_input_is_refused():
     small, wide = (class_moments(np.ones((3, width)), np.arange(3), 3) for width in (2, 4))
     refused(
-        (lambda: class_moments(np.ones((3, 2)), [0, 1, 5], 3), "`labels` must lie between 0 and 2, got 0"),
+        (
+            lambda: class_moments(np.ones((3, 2)), [0, 1, 5], 3),
+            "`labels` must lie between 0 and 2, got 0",
+        ),
         (lambda: trace_ratio(small), "`moments` must have a scatter matrix"),
         (lambda: merge_moments(small, wide), "`b` must have class means of the shape"),
         error=(ValueError, TypeError),
@@ -187,7 +224,9 @@ def test_bad_input_is_refused():
 def test_uncentred_measures_of_an_offset_are_warned_of(offset, number):
     features, labels = samples()
     moments = class_moments(features + np.float32(offset), labels, 5)
-    assert ["`nc2`" in words for words in warned(lambda: neural_collapse(moments))] == [True] * number
+    assert ["`nc2`" in words for words in warned(lambda: neural_collapse(moments))] == [
+        True
+    ] * number
     assert not warned(lambda: measured(moments))  # traced: no numbers to go by
 
 
@@ -197,10 +236,14 @@ def test_where_the_frame_is_undefined():
     for offset in (0.0, 1e3):  # the same four samples in every class
         same = (offset + noise).astype(np.float32)
         moments = class_moments(same, labels, 4)
-        assert np.isnan([*vars(simplex_frame(moments)).values(), self_duality(moments, np.ones((4, 5)))]).all()
+        assert np.isnan(
+            [*vars(simplex_frame(moments)).values(), self_duality(moments, np.ones((4, 5)))]
+        ).all()
     assert np.isnan([*vars(simplex_frame(class_moments(same, 0 * labels, 4))).values()]).all()
     # The middle class is at the mean of all: norms are defined, angles are not.
-    middle = simplex_frame(class_moments((noise + (labels - 1)[:, None]).astype(np.float32), labels, 4))
+    middle = simplex_frame(
+        class_moments((noise + (labels - 1)[:, None]).astype(np.float32), labels, 4)
+    )
     np.testing.assert_allclose(middle.equinorm, 0.5**0.5, rtol=1e-5)
     assert np.isnan([middle.equiangularity, middle.maximal_angle]).all()
 

@@ -14,14 +14,27 @@ from dissociation import member_mesh
 from dissociation.figures import Cache, collapse
 from dissociation.figures import _collapse_measures as collapse_measures
 from dissociation.figures._cache import digest_of, read_identity, read_part
-from dissociation.figures._collapse_measures import EVENTS, assemble, crossings, first_crossings, median_of
+from dissociation.figures._collapse_measures import (
+    EVENTS,
+    assemble,
+    crossings,
+    first_crossings,
+    median_of,
+)
 from dissociation.recipes import observation_steps
 from dissociation.recipes._grokking import standardised
 
 pytestmark = pytest.mark.slow
 
 KEY = jax.random.PRNGKey(3)
-NAMES = {"train_accuracy", "test_accuracy", "nc1_score", "rnc1_score", "nc2_score", "within_class_variance"}
+NAMES = {
+    "train_accuracy",
+    "test_accuracy",
+    "nc1_score",
+    "rnc1_score",
+    "nc2_score",
+    "within_class_variance",
+}
 NAMES |= {"scale_means", "test_rnc1_score", "test_nc2_score"}
 EXPENSIVE = {"mi_zx_compression", "mi_zy_compression", "nhsic_zx", "nhsic_zy", "nhsic_zx_free"}
 EXPENSIVE |= {"mi_zx_compression_null", "mi_zx_smoothed"}
@@ -31,7 +44,12 @@ EXPENSIVE |= {"mi_zx_compression_null", "mi_zx_smoothed"}
 def small(tmp_path_factory):
     # Small weights and a large rate: so short a run has to learn something.
     config = dataclasses.replace(
-        collapse.Config().quick(), num_steps=200, num_images=320, num_test=320, init_scale=1.0, learning_rate=5e-3
+        collapse.Config().quick(),
+        num_steps=200,
+        num_images=320,
+        num_test=320,
+        init_scale=1.0,
+        learning_rate=5e-3,
     )
     folder = tmp_path_factory.mktemp("collapse")
     return collapse.compute(config, key=KEY, cache=folder), config, folder
@@ -39,7 +57,11 @@ def small(tmp_path_factory):
 
 def along(dataset, axis):
     """Arrays [weight_decays, seeds, axis]."""
-    return {name: array.values for name, array in dataset.items() if array.dims == ("weight_decays", "seeds", axis)}
+    return {
+        name: array.values
+        for name, array in dataset.items()
+        if array.dims == ("weight_decays", "seeds", axis)
+    }
 
 
 def kept_margins(folder):
@@ -54,8 +76,8 @@ def test_series(small):
     np.testing.assert_array_equal(results.information_step, config.information_steps())
     assert (results.train_accuracy[..., -1] > results.train_accuracy[..., 0]).all()
     assert (results.nhsic_zy <= 9 + 1e-3).all()
-    # Labels are in the features to some degree, and shuffled pairs are not: with 32 samples a class, what is said of
-    # these may even be too far below zero to pass.
+    # Labels are in the features to some degree, and shuffled pairs are not: with 32 samples a
+    # class, what is said of these may even be too far below zero to pass.
     null = np.nan_to_num(found["mi_zy_compression_null"][..., -1], nan=0.0)
     label = found["mi_zy_compression"][..., -1]
     assert (label > np.maximum(null, 0))[known := np.isfinite(label)].all()
@@ -69,7 +91,9 @@ def test_another_rate_and_scale_compile_nothing_anew(small, monkeypatch):
     with np.load(folder / "codes.npz") as file:
         codes = {"codes": file["codes"]}
     monkeypatch.setattr(collapse, "_codes", lambda *args: codes)
-    other = dataclasses.replace(config, learning_rate=3e-3, init_scale=2.0, weight_decays=(0.2, 0.02))
+    other = dataclasses.replace(
+        config, learning_rate=3e-3, init_scale=2.0, weight_decays=(0.2, 0.02)
+    )
     assert compilations(lambda: collapse.compute(other, key=KEY)) == []
 
 
@@ -78,11 +102,16 @@ def test_margins(small):
     kept = kept_margins(folder)
     for label in config.classes:
         for split in ("train", "test"):
-            part, found = kept[f"margin_{label}_{split}"], results.margin.sel(classes=label, splits=split).values
+            part, found = (
+                kept[f"margin_{label}_{split}"],
+                results.margin.sel(classes=label, splits=split).values,
+            )
             np.testing.assert_array_equal(found[..., : part.shape[1]].reshape(part.shape), part)
             assert np.isnan(found[..., part.shape[1] :]).all()
     # Samples of the first class lie on its side of the boundary, those of the second on the other.
-    first, second = (results.margin.sel(classes=label, splits="train").values for label in config.classes)
+    first, second = (
+        results.margin.sel(classes=label, splits="train").values for label in config.classes
+    )
     assert (first[np.isfinite(first)] > 0).mean() > 0.8
     assert (second[np.isfinite(second)] < 0).mean() > 0.8
     # The first coordinate in the plane is the signed distance but for where the boundary lies.
@@ -98,7 +127,9 @@ def test_models_are_kept_and_those_of_another_run_refused(small, tmp_path):
     for index in range(4):
         model = jax.tree.map(lambda leaf, i=index: leaf[i], models)
         accuracy = np.mean(np.asarray(jax.vmap(model)(images)).argmax(1) == truth)
-        np.testing.assert_allclose(results.test_accuracy.values.reshape(4, -1)[index, -1], accuracy, atol=1e-6)
+        np.testing.assert_allclose(
+            results.test_accuracy.values.reshape(4, -1)[index, -1], accuracy, atol=1e-6
+        )
     other = dataclasses.replace(config, width=64)
     for read in (collapse.load_models, collapse.load_partial):
         with pytest.raises(ValueError, match="whose width differ"):
@@ -106,10 +137,20 @@ def test_models_are_kept_and_those_of_another_run_refused(small, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"identity\.json"):
         collapse.load_models(config, folder / "none")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    identity = {**read_identity(tmp_path), "config": json.loads(json.dumps(dataclasses.asdict(other)))}
-    (tmp_path / "identity.json").write_text(json.dumps({"identity": identity, "digest": digest_of(identity)}))
-    for read, name in ((collapse.load_models, "models.ckpt"), (collapse.load_partial, "series.npz")):
-        with pytest.raises(ValueError, match=f"{name} belongs to another run"):  # whose files were replaced
+    identity = {
+        **read_identity(tmp_path),
+        "config": json.loads(json.dumps(dataclasses.asdict(other))),
+    }
+    (tmp_path / "identity.json").write_text(
+        json.dumps({"identity": identity, "digest": digest_of(identity)})
+    )
+    for read, name in (
+        (collapse.load_models, "models.ckpt"),
+        (collapse.load_partial, "series.npz"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"{name} belongs to another run"
+        ):  # whose files were replaced
             read(other, tmp_path)
 
 
@@ -117,7 +158,10 @@ def test_a_seed_that_diverged_is_left_out_and_named(small):
     """The first network of the first decay is not finite from the third observation on; accuracies look plausible."""
     results, config, folder = small
     steps, series = results.time_step.values, along(results, "time_step")
-    flat = series | {name: np.full(series["train_loss"].shape, 0.5) for name in along(results, "information_step")}
+    flat = series | {
+        name: np.full(series["train_loss"].shape, 0.5)
+        for name in along(results, "information_step")
+    }
     flat = {name: values.reshape(4, -1).copy() for name, values in flat.items()}
     flat["train_loss"][0, 2:] = np.inf
     margins = {name: values for name, values in kept_margins(folder).items() if name != "seconds"}
@@ -132,7 +176,9 @@ def test_a_seed_that_diverged_is_left_out_and_named(small):
         later = found.information_step >= steps[2]
         np.testing.assert_array_equal(np.isnan(found.nhsic_zx[0, 0]), later)
         np.testing.assert_array_equal(found.diverged_at, [[step, -1], [-1, -1]])
-        assert f"left out: weight decay 0.3 seed 42 at step {step} (3 of 4" in collapse.headline(found)
+        assert f"left out: weight decay 0.3 seed 42 at step {step} (3 of 4" in collapse.headline(
+            found
+        )
         figure = collapse.draw(found)
         line = figure.axes[0].lines[0].get_ydata()
         np.testing.assert_allclose(line[-1], results.test_accuracy[0, 1, -1])
@@ -142,7 +188,9 @@ def test_a_seed_that_diverged_is_left_out_and_named(small):
             median = found.median_crossing.sel(events=name, bounds="median").values[0]
             assert median == (left if np.isfinite(left) else np.inf), name
         assert found.diverged.values.tolist() == [[True, False], [False, False]]
-        fitted, before = (dataset.first_crossing.sel(events="fitted").values for dataset in (found, results))
+        fitted, before = (
+            dataset.first_crossing.sel(events="fitted").values for dataset in (found, results)
+        )
         assert np.isnan(fitted[0, 0])
         np.testing.assert_array_equal(fitted[1], before[1])
         assert " of 1" in row[5]  # one network could have crossed
@@ -162,7 +210,9 @@ def test_figures_of_nothing(small):
     nan = {name: np.full_like(values, np.nan) for name, values in whole.items()}
     first = {name: values[..., :5] for name, values in whole.items()}
     for series, times in ((nan, steps), (first, steps[:5])):
-        figure = collapse.draw(assemble(config, {}, times, series, {}, None).assign_attrs(config=results.config))
+        figure = collapse.draw(
+            assemble(config, {}, times, series, {}, None).assign_attrs(config=results.config)
+        )
         with warnings.catch_warnings(action="error"):
             figure.canvas.draw()
 
@@ -172,7 +222,10 @@ def test_crossings(small):
     steps = np.asarray([0, 10, 20, 40])
     curves = np.asarray([[[0.1, 0.5, 1.0, 1.0], [0.1, 0.2, 0.3, 0.4]]])
     names = ("train_accuracy", "test_accuracy", "rnc1_score", "train_loss")
-    of = lambda *series: first_crossings(config, dict(zip(names, series, strict=True)), steps)[0]  # noqa: E731
+
+    def of(*series):
+        return first_crossings(config, dict(zip(names, series, strict=True)), steps)[0]
+
     found = of(curves, curves, 1 - curves, curves)
     np.testing.assert_array_equal(found["fitted"], [[20, np.nan]])
     np.testing.assert_array_equal(found["collapsed"], [[20, np.nan]])
@@ -184,7 +237,10 @@ def test_crossings(small):
     np.testing.assert_array_equal(found["delay"], [[20]])
     assert median_of(np.asarray([30.0, np.nan]), np.asarray([80.0, np.nan])).value == 30
     assert np.isnan(median_of(np.full(2, np.nan), np.full(2, np.nan)).value)
-    assert median_of(np.asarray([30.0, np.nan, np.nan]), np.asarray([80.0, 70.0, 70.0])).value == np.inf
+    assert (
+        median_of(np.asarray([30.0, np.nan, np.nan]), np.asarray([80.0, 70.0, 70.0])).value
+        == np.inf
+    )
     assert np.isnan(found["generalised"]).all()
 
 
@@ -204,7 +260,11 @@ def test_the_line_of_first_crossings(small):
     found, slope = crossed(config, series, steps)
     assert slope.startswith("collapse time goes as (weight decay)^(-1.00")
     assert "; delay after fitting goes as (weight decay)^(-1.0" in slope
-    for name, values in (("fitted", [100, 100]), ("collapsed", [3333, 33333]), ("delay", [3233, 33233])):
+    for name, values in (
+        ("fitted", [100, 100]),
+        ("collapsed", [3333, 33333]),
+        ("delay", [3233, 33233]),
+    ):
         np.testing.assert_array_equal(found.median_crossing.sel(events=name)[:, 0], values)
     # Seeds that never fit have no delay, where a crossing that never comes counts as a late one.
     three = {name: np.concatenate([values, values[:, :1]], 1) for name, values in series.items()}
@@ -213,11 +273,15 @@ def test_the_line_of_first_crossings(small):
     np.testing.assert_array_equal(unfitted.median_crossing.sel(events="delay")[:, 0], [3233, 33233])
     assert unfitted.median_crossing.sel(events="fitted")[0, 0] == np.inf
     never, slope = crossed(config, series | {"rnc1_score": np.ones_like(low)}, steps)
-    assert slope.startswith("collapse time: no slope, which takes three crossings at two weight decays, of 0 of")
+    assert slope.startswith(
+        "collapse time: no slope, which takes three crossings at two weight decays, of 0 of"
+    )
     assert np.isinf(never.median_crossing.sel(events="collapsed")[:, 0]).all()
     times = np.where(results.time_step.values > 100, steps[-1], 0)
     shown = results.assign_coords(time_step=times).assign({name: found[name] for name in found})
-    axes = next(axes for axes in collapse.draw(shown).axes if axes.get_title().startswith("first crossing"))
+    axes = next(
+        axes for axes in collapse.draw(shown).axes if axes.get_title().startswith("first crossing")
+    )
     (line,) = (line for line in axes.lines if line.get_label() == "end of training")
     assert line.get_ydata()[0] > steps[-1]
 
@@ -227,7 +291,12 @@ def test_images_tables_and_resuming(small):
     part = collapse.load_partial(config, folder)
     series = ("weight_decays", "seeds", "time_step")
     dims = {"rnc1_score": series, "nhsic_zx": (*series[:2], "information_step")}
-    said = ("means over 2 seeds", f"measured {len(results.information_step)} times", "200 training", "(l) first")
+    said = (
+        "means over 2 seeds",
+        f"measured {len(results.information_step)} times",
+        "200 training",
+        "(l) first",
+    )
     for shown in (part, results):
         with warnings.catch_warnings(action="error"):
             assert_only_draws(collapse, shown)
@@ -239,14 +308,24 @@ def test_images_tables_and_resuming(small):
 
 
 def tiny(**options):
-    sizes = {"num_steps": 3, "num_train": 40, "batch_size": 20, "num_loaded": 60, "num_test": 60, "width": 12}
+    sizes = {
+        "num_steps": 3,
+        "num_train": 40,
+        "batch_size": 20,
+        "num_loaded": 60,
+        "num_test": 60,
+        "width": 12,
+    }
     return dataclasses.replace(collapse.Config().quick(), seeds=(42,), **sizes, **options)
 
 
 @pytest.mark.full
 def test_a_sweep_over_devices():
     config = tiny(num_information=0)
-    alone, spread = (collapse.compute(config, key=KEY, mesh=mesh) for mesh in (None, member_mesh(jax.devices()[:2])))
+    alone, spread = (
+        collapse.compute(config, key=KEY, mesh=mesh)
+        for mesh in (None, member_mesh(jax.devices()[:2]))
+    )
     for name, values in along(alone, "time_step").items():
         np.testing.assert_allclose(spread[name], values, rtol=2e-3, atol=1e-4, err_msg=name)
 
@@ -254,7 +333,10 @@ def test_a_sweep_over_devices():
 @pytest.mark.full
 def test_a_sweep_of_convolutional_networks():
     results = collapse.compute(
-        tiny(network="cnn", num_information=1, num_images=60, num_smoothed=60, compression_epochs=1), key=KEY
+        tiny(
+            network="cnn", num_information=1, num_images=60, num_smoothed=60, compression_epochs=1
+        ),
+        key=KEY,
     )
     assert np.isfinite(results.rnc1_score).all()
     assert results.plane.shape == (*results.margin.shape, 2)
@@ -271,13 +353,19 @@ def test_bad_input_is_refused(tmp_path):
 
 
 def test_an_interrupted_sweep_keeps_its_beginning(tmp_path):
-    records = lambda step: {"observed": {"rnc1_score": np.full(4, step), "expensive": {"nhsic_zx": np.zeros(4)}}}  # noqa: E731
+    def records(step):
+        return {
+            "observed": {"rnc1_score": np.full(4, step), "expensive": {"nhsic_zx": np.zeros(4)}}
+        }
+
     with Cache(tmp_path, {}) as parts:
         first = collapse_measures.SeriesKeeper(parts)
         for step in range(20):
             first(step, records(step))
     with Cache(tmp_path, {}) as parts:
-        later = collapse_measures.SeriesKeeper(parts)  # another process, from a checkpoint of step 15
+        later = collapse_measures.SeriesKeeper(
+            parts
+        )  # another process, from a checkpoint of step 15
         for step in range(15, 35):
             later(step, records(step))
         kept = parts.load("series")

@@ -76,14 +76,21 @@ def test_a_run_has_a_folder_of_its_own(run, toy, tmp_path, monkeypatch, capsys):
     for words in ((), ("--seed", 4), ("--quick", "--num-seeds", 3)):
         assert run(*words) == 0
     found = folders(tmp_path / "out")
-    assert {path.name.rsplit("_", 1)[0] for path in found} == {"toy", "toy_seed-4", "toy_quick_num_seeds-3"}
+    assert {path.name.rsplit("_", 1)[0] for path in found} == {
+        "toy",
+        "toy_seed-4",
+        "toy_quick_num_seeds-3",
+    }
     for folder in found:
         names = {path.name for path in folder.iterdir()}
         made = {"toy.json", "toy.npz", "toy.pdf", "toy.png", "report.html"}
         assert names == made | {"parts", "run.json", "log.txt"}
         assert str(folder) in capsys.readouterr().out or folder != found[0]
     shapes = {path.name.rsplit("_", 1)[0]: contents(path)["part0"].shape for path in found}
-    assert shapes["toy_quick_num_seeds-3"] == (3, 2)  # what is given holds, the rest is a rehearsal's
+    assert shapes["toy_quick_num_seeds-3"] == (
+        3,
+        2,
+    )  # what is given holds, the rest is a rehearsal's
     real = toy.source
     monkeypatch.setattr(toy, "source", lambda config: real(config) + 1)
     assert run() == 0
@@ -109,7 +116,12 @@ def test_the_report_says_how_the_run_was_made(run, toy, tmp_path, monkeypatch, c
     page = (folder / "report.html").read_text()
     assert f"<td>python -m toy toy --quick --seed 4 --out {tmp_path / 'out'}</td>" in page
     settings = '<th scope="row">num_seeds</th><td>2', '<th scope="row">seed</th><td>4'
-    for words in (*settings, "<figcaption>A line (a) of 3 parts.</figcaption>", "peak on host (MiB)", "devices"):
+    for words in (
+        *settings,
+        "<figcaption>A line (a) of 3 parts.</figcaption>",
+        "peak on host (MiB)",
+        "devices",
+    ):
         assert words in page, words
     said = capsys.readouterr().out
     assert "a toy\n\npart  mean" in said
@@ -174,7 +186,9 @@ def test_the_same_command_goes_on(run, toy, tmp_path, monkeypatch, capsys):
     assert (folder / "parts-before-1" / "part0.npz").exists()  # by mistake: nothing is lost
     assert run("--fresh") == 0
     assert (folder / "parts-before-2" / "part0.npz").exists()
-    assert "--fresh" not in json.loads((folder / "run.json").read_text())["command"]  # which is to go on
+    assert (
+        "--fresh" not in json.loads((folder / "run.json").read_text())["command"]
+    )  # which is to go on
     for name, array in contents(folder).items():
         np.testing.assert_array_equal(array, first[name])
 
@@ -183,15 +197,25 @@ def test_the_same_command_goes_on(run, toy, tmp_path, monkeypatch, capsys):
     ("words", "status", "said"),
     [
         (("--num-seeds", 0), 2, "`num_seeds` must be at least 1, got 0."),
-        (("--num-seds", 1), 2, "Unrecognized options: --num-seds, 1 Perhaps you meant: --num-seeds"),
-        (("--num-seeds", "x"), 2, "Error parsing --num-seeds: invalid literal for int() with base 10: 'x'"),
+        (
+            ("--num-seds", 1),
+            2,
+            "Unrecognized options: --num-seds, 1 Perhaps you meant: --num-seeds",
+        ),
+        (
+            ("--num-seeds", "x"),
+            2,
+            "Error parsing --num-seeds: invalid literal for int() with base 10: 'x'",
+        ),
         (("--seed", 2**32), 2, "`seed` must lie from 0 to 4294967295, got 4294967296."),
         (("--resume", "--fresh"), 2, "`fresh` must not be given together with `resume`."),
         (("--num-steps", 101), 2, "`num_steps` must be at most 100"),
         (("--resume",), 1, "`resume` must find an earlier run"),
     ],
 )
-def test_wrong_values_are_refused_before_anything_starts(run, tmp_path, capsys, words, status, said):
+def test_wrong_values_are_refused_before_anything_starts(
+    run, tmp_path, capsys, words, status, said
+):
     assert run(*words) == status
     error = capsys.readouterr().err
     assert said in unframed(error)
@@ -232,9 +256,17 @@ def spoil_arrays(path):
         ("part1.npz", lambda path: path.write_bytes(path.read_bytes()[:-30]), "is broken"),
         ("part1.npz", lambda path: path.write_bytes(b"text"), "is broken: File is not a zip file"),
         ("part1.npz", spoil_arrays, "was changed or renamed"),
-        ("part1.npz", lambda path: shutil.copy(path.with_name("part0.npz"), path), "was changed or renamed"),
+        (
+            "part1.npz",
+            lambda path: shutil.copy(path.with_name("part0.npz"), path),
+            "was changed or renamed",
+        ),
         ("identity.json", lambda path: path.unlink(), "is missing"),
-        ("identity.json", lambda path: path.write_text(path.read_text().replace("4", "5")), "was changed"),
+        (
+            "identity.json",
+            lambda path: path.write_text(path.read_text().replace("4", "5")),
+            "was changed",
+        ),
     ],
 )
 def test_parts_that_are_broken_or_changed_are_refused(run, tmp_path, capsys, name, spoil, said):
@@ -282,7 +314,9 @@ def test_a_run_folder_from_before_is_resumed(run, tmp_path, monkeypatch):
     parts.mkdir(parents=True)
     config = {name: BEFORE[name] for name in ("num_seeds", "num_steps", "gate")}
     identity = {"config": config, **{name: BEFORE[name] for name in ("key", "data", "precision")}}
-    (parts / "identity.json").write_text(json.dumps({"identity": identity, "digest": BEFORE["digest"]}))
+    (parts / "identity.json").write_text(
+        json.dumps({"identity": identity, "digest": BEFORE["digest"]})
+    )
     marks = {"run_digest": BEFORE["digest"], "checksum": BEFORE["checksum"]}
     np.savez(parts / "part1.npz", part=np.full((3, 4), 7, np.float32), seconds=1.5, **marks)
     assert run("--resume") == 0
@@ -292,7 +326,11 @@ def test_a_run_folder_from_before_is_resumed(run, tmp_path, monkeypatch):
 
 
 def environment(tmp_path):
-    own = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+    own = {
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "JAX_PLATFORMS": "cpu",
+    }
     return {**os.environ, **own}
 
 
@@ -316,7 +354,8 @@ def gate(tmp_path):
 
 @pytest.mark.slow
 def test_two_runs_at_once(run, tmp_path, gate, capsys):
-    # One stands in its second part while another of the same settings, and one of others, try the same place.
+    # One stands in its second part while another of the same settings, and one of others, try the
+    # same place.
     (gate / "0").touch()
     with start(tmp_path, "--out", tmp_path / "out", "--gate", gate) as first:
         wait_for(gate / "waiting1")
@@ -369,7 +408,9 @@ def test_a_full_disk_is_told_in_a_line_wherever_it_fills(run, capsys, small_disk
     assert statuses.index(0) > 1
 
 
-def test_a_folder_that_cannot_be_written_is_told_at_once(run, toy, tmp_path, capsys, locked_disk, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_told_at_once(
+    run, toy, tmp_path, capsys, locked_disk, monkeypatch
+):
     monkeypatch.setattr(toy, "compute", Mock(side_effect=AssertionError("come to")))
     (tmp_path / "file").touch()
     for out in (locked_disk, locked_disk / "new", tmp_path / "file"):
@@ -384,16 +425,22 @@ def test_a_bug_shows_its_traceback(run, toy, monkeypatch):
 
 
 def test_memory_that_runs_out_is_told_in_a_line(run, toy, monkeypatch, capsys):
-    monkeypatch.setattr(toy, "compute", Mock(side_effect=RuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nTraces")))
+    monkeypatch.setattr(
+        toy, "compute", Mock(side_effect=RuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nTraces"))
+    )
     assert run() == 1
-    assert "out of memory; choose smaller sizes. RESOURCE_EXHAUSTED: Out of memory." in one_line(capsys)
+    assert "out of memory; choose smaller sizes. RESOURCE_EXHAUSTED: Out of memory." in one_line(
+        capsys
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["dissociation", "koopman"])
 def test_both_packages_are_programs(tmp_path, package):
     words = [sys.executable, "-m", package, "--quick"]
-    done = subprocess.run(words, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert "Available subcommands: " in unframed(done.stderr)
     assert not (tmp_path / "results").exists()

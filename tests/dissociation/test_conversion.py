@@ -12,7 +12,13 @@ from dissociation.similarity import linear_cka
 
 
 def test_arrays_go_to_the_device_without_a_program():
-    for array in (np.arange(6.0).reshape(2, 3), np.arange(5), np.ones(3, bool), np.float32(2), np.zeros((0, 2))):
+    for array in (
+        np.arange(6.0).reshape(2, 3),
+        np.arange(5),
+        np.ones(3, bool),
+        np.float32(2),
+        np.zeros((0, 2)),
+    ):
         wanted = jnp.asarray(array)
         assert not compilations(lambda array=array: to_device(array)), array
         found = to_device(array)
@@ -24,7 +30,9 @@ def test_arrays_go_to_the_device_without_a_program():
 
 
 @pytest.mark.parametrize(
-    "function", [centre, positive_inverse, lambda x: linear_cka(x, x)], ids=["centre", "positive_inverse", "linear_cka"]
+    "function",
+    [centre, positive_inverse, lambda x: linear_cka(x, x)],
+    ids=["centre", "positive_inverse", "linear_cka"],
 )
 def test_a_change_of_the_callers_array_after_the_call_changes_no_result(function):
     rows = np.random.default_rng(0).standard_normal((400, 400)).astype(np.float32)

@@ -19,13 +19,22 @@ TIME, WIDTH, HEADS, DIM, LAYERS, HIDDEN = 5, 6, 3, 4, 3, 7
 ATTENTION = {"q": "ehd", "k": "ehd", "v": "ehd", "o": "hde", "head": "eo"}
 STACK = {"in": "ec", "a": "lcn", "b": "lnc", "head": "co"}
 SINGLE = {"u": "ehd", "o": "hdo"}
-SIZES = dict(zip("tehdlncogf", (TIME, WIDTH, HEADS, DIM, LAYERS, HIDDEN, 5, 2, 2, 3 * HEADS * DIM), strict=True))
+SIZES = dict(
+    zip(
+        "tehdlncogf",
+        (TIME, WIDTH, HEADS, DIM, LAYERS, HIDDEN, 5, 2, 2, 3 * HEADS * DIM),
+        strict=True,
+    )
+)
 
 
 def weights(kinds):
     """Random arrays, their axes by letters."""
     rng = np.random.default_rng(0)
-    return {name: jnp.asarray(rng.normal(size=[SIZES[k] for k in letters]) / 2) for name, letters in kinds.items()}
+    return {
+        name: jnp.asarray(rng.normal(size=[SIZES[k] for k in letters]) / 2)
+        for name, letters in kinds.items()
+    }
 
 
 def projected(p, x):
@@ -90,7 +99,9 @@ def carried(p, x):
         hidden = jax.nn.relu(carry[0] @ w[0] + carry[1])
         return (carry[0] + hidden @ w[1], hidden), None
 
-    return jax.lax.scan(layer, (x[0] @ p["in"], jnp.zeros(HIDDEN)), (p["a"], p["b"]))[0][0] @ p["head"]
+    return (
+        jax.lax.scan(layer, (x[0] @ p["in"], jnp.zeros(HIDDEN)), (p["a"], p["b"]))[0][0] @ p["head"]
+    )
 
 
 def one_late(p, x):
@@ -106,36 +117,49 @@ def begun_at_the_end(p, x):
         hidden = jax.nn.relu(carry[0] @ w[0] + carry[1])
         return (carry[0] + hidden @ w[1], jnp.zeros(HIDDEN)), None
 
-    return jax.lax.scan(layer, (x[0] @ p["in"], p["start"]), (p["a"], p["b"]), reverse=True)[0][0] @ p["head"]
+    return (
+        jax.lax.scan(layer, (x[0] @ p["in"], p["start"]), (p["a"], p["b"]), reverse=True)[0][0]
+        @ p["head"]
+    )
 
 
 def recurrent(p, x):
     """Blocks of a matrix that could move apart: neurons that meet each other in one array move alike, which is safe."""
 
     def turn(h, x):
-        return jnp.tanh(jnp.einsum("hd,hdf->hf", h, p["w"]) + jnp.einsum("e,ehd->hd", x, p["u"])), None
+        return jnp.tanh(
+            jnp.einsum("hd,hdf->hf", h, p["w"]) + jnp.einsum("e,ehd->hd", x, p["u"])
+        ), None
 
     return jnp.einsum("hd,hdo->o", jax.lax.scan(turn, jnp.zeros((HEADS, DIM)), x)[0], p["o"])
 
 
 def between(change):
     """Heads of neurons, something done to them, and what reads them."""
-    return lambda p, x: jnp.einsum("hd,hdo->o", change(jnp.einsum("e,ehd->hd", x[0], p["u"])), p["o"])
+    return lambda p, x: jnp.einsum(
+        "hd,hdo->o", change(jnp.einsum("e,ehd->hd", x[0], p["u"])), p["o"]
+    )
 
 
 def over_times(change):
     """The same at every time; what is done may depend on the input."""
-    return lambda p, x: jnp.einsum("thd,hdo->o", change(jnp.einsum("te,ehd->thd", x, p["u"]), x), p["o"])
+    return lambda p, x: jnp.einsum(
+        "thd,hdo->o", change(jnp.einsum("te,ehd->thd", x, p["u"]), x), p["o"]
+    )
 
 
 def cut(y):
     """The last two heads, the first, each by its number or from the end."""
-    last, first, also = (jax.lax.dynamic_slice(y, (at, 0), (n, DIM)) for at, n in ((-2, 2), (0, 1), (1, 2)))
+    last, first, also = (
+        jax.lax.dynamic_slice(y, (at, 0), (n, DIM)) for at, n in ((-2, 2), (0, 1), (1, 2))
+    )
     return jnp.tanh(jnp.concatenate([last, first])) + jnp.tanh(jnp.concatenate([also, y[:1]]))
 
 
 def repeated(y):
-    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] + y)), (0, jnp.zeros_like(y)))[1]
+    return jax.lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] + y)), (0, jnp.zeros_like(y))
+    )[1]
 
 
 MIXING = np.arange(1.0, 10.0).reshape(HEADS, HEADS, 1)
@@ -234,7 +258,10 @@ def test_copies_move_separately(name):
     function, kinds, wanted = SEPARATE[name]
     with jax.enable_x64(True):
         model = weights(kinds)
-        groups, change = neuron_groups(model, jnp.ones((TIME, WIDTH)), call=function), changes(function, model)
+        groups, change = (
+            neuron_groups(model, jnp.ones((TIME, WIDTH)), call=function),
+            changes(function, model),
+        )
         assert sorted((group.size, group.copies) for group in groups.values()) == sorted(wanted)
         for group in groups.values():
             for rewrite in separate_rewrites(group):
@@ -252,7 +279,9 @@ def test_random_rotations_turn_each_copy_by_itself():
         turned = rewrites.rotate(values, key=jax.random.key(3))(model)
         assert change(turned) < 1e-12
         # The rotation of a head: v of the head is turned by it.
-        turns = [np.linalg.lstsq(model["v"][:, head], turned["v"][:, head])[0] for head in range(HEADS)]
+        turns = [
+            np.linalg.lstsq(model["v"][:, head], turned["v"][:, head])[0] for head in range(HEADS)
+        ]
         np.testing.assert_allclose(turns[0] @ turns[0].T, np.eye(DIM), atol=1e-10)
         assert np.abs(turns[0] - turns[1]).max() > 0.1
 
@@ -275,9 +304,14 @@ def test_copies_that_must_move_alike_do(name):
     function, kinds, paths = TIED[name]
     with jax.enable_x64(True):
         model = weights(kinds)
-        groups, change = neuron_groups(model, jnp.ones((TIME, WIDTH)), call=function), changes(function, model)
+        groups, change = (
+            neuron_groups(model, jnp.ones((TIME, WIDTH)), call=function),
+            changes(function, model),
+        )
         size, wanted = HIDDEN if "a" in paths else DIM, {f"['{path}']" for path in paths}
-        (own,) = (g for g in groups.values() if g.size == size and wanted <= {s.path for s in g.slots})
+        (own,) = (
+            g for g in groups.values() if g.size == size and wanted <= {s.path for s in g.slots}
+        )
         assert own.copies == 1
         assert all(change(rewrite(model)) < 1e-12 for rewrite in separate_rewrites(own))
         assert change(rewrites.permute(forced(own), key=jax.random.key(3))(model)) > 1e-3
@@ -300,19 +334,36 @@ def test_one_permutation_is_for_all_copies(monkeypatch):
     model, x = weights(kinds), jnp.ones((TIME, WIDTH))
     group = next(g for g in neuron_groups(model, x, call=function).values() if g.copies > 1)
     order = np.random.default_rng(0).permutation(HIDDEN)
-    np.testing.assert_array_equal(rewrites.permute(group, order)(model)["a"], model["a"][:, :, order])
+    np.testing.assert_array_equal(
+        rewrites.permute(group, order)(model)["a"], model["a"][:, :, order]
+    )
     each = np.stack([order, order[::-1], np.arange(HIDDEN)])
     moved = rewrites.permute(group, each)(model)["a"]
-    np.testing.assert_array_equal(moved, jnp.stack([model["a"][k][:, own] for k, own in enumerate(each)]))
+    np.testing.assert_array_equal(
+        moved, jnp.stack([model["a"][k][:, own] for k, own in enumerate(each)])
+    )
     drawn = rewrites.permute(group, key=jax.random.key(0))(model)["a"]
-    assert len({tuple(np.argsort(drawn[k, 0]) - np.argsort(model["a"][k, 0])) for k in range(LAYERS)}) > 1
-    scaled = rewrites.scale(group, jnp.array([1.0, 2.0, 3.0])[:, None] * jnp.ones((1, HIDDEN)))(model)
-    np.testing.assert_allclose(scaled["a"], model["a"] * jnp.arange(1.0, 4.0)[:, None, None], rtol=1e-6)
+    assert (
+        len({tuple(np.argsort(drawn[k, 0]) - np.argsort(model["a"][k, 0])) for k in range(LAYERS)})
+        > 1
+    )
+    scaled = rewrites.scale(group, jnp.array([1.0, 2.0, 3.0])[:, None] * jnp.ones((1, HIDDEN)))(
+        model
+    )
+    np.testing.assert_allclose(
+        scaled["a"], model["a"] * jnp.arange(1.0, 4.0)[:, None, None], rtol=1e-6
+    )
     for make, wanted in (
         (lambda: rewrites.permute(group, each[:2])(model), "one for each of the 3 copies"),
-        (lambda: rewrites.permute(group, each[None]), r"\[neurons\] or an array of integers \[copies, neurons\]"),
+        (
+            lambda: rewrites.permute(group, each[None]),
+            r"\[neurons\] or an array of integers \[copies, neurons\]",
+        ),
         (lambda: rewrites.permute(group, np.zeros((3, HIDDEN), int)), "once"),
-        (lambda: rewrites.scale(group, np.ones((2, HIDDEN)))(model), "one for each of the 3 copies"),
+        (
+            lambda: rewrites.scale(group, np.ones((2, HIDDEN)))(model),
+            "one for each of the 3 copies",
+        ),
     ):
         with pytest.raises(ValueError, match=wanted):
             make()

@@ -14,7 +14,13 @@ import pytest
 from dissociation import bmap, member_mesh, use_all_cores
 from dissociation.training import Epochs, FullBatch, Save, fit, make_step
 from dissociation.training import _run as run_module
-from dissociation.training._machine import CALLBACKS, available_cores, number_of_threads, run_tasks, runs_in_parallel
+from dissociation.training._machine import (
+    CALLBACKS,
+    available_cores,
+    number_of_threads,
+    run_tasks,
+    runs_in_parallel,
+)
 from dissociation.training._members import place_members
 
 pytestmark = pytest.mark.cpu
@@ -23,7 +29,9 @@ pytestmark = pytest.mark.cpu
 def in_a_process_of_its_own(code):
     """What it prints, without the tests' four devices."""
     environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     return run.stdout + run.stderr
 
 
@@ -78,7 +86,9 @@ cores.use_all_cores()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(available_cores() == 1 or sys.platform != "linux", reason="has one thread, or cannot be found")
+@pytest.mark.skipif(
+    available_cores() == 1 or sys.platform != "linux", reason="has one thread, or cannot be found"
+)
 @pytest.mark.parametrize("loaded", ["scipy.linalg", "numpy"])
 def test_the_blas_of_scipy_gets_one_thread(loaded):
     code = f"""
@@ -134,11 +144,21 @@ def test_no_step_calls_the_host(three_cores, monkeypatch, key, member_map):
     monkeypatch.setattr(run_module, "compiled", lambda function, threads, *example: function)
     step = make_step(lambda w, batch, key: jnp.mean((batch @ w - 1) ** 2), optax.adam(0.1))
     save = Save(lambda w, step, key: jnp.sum(w), at=[0, 3])
-    fit(jnp.ones((3, 4)), step, Epochs(jnp.ones((6, 4)), 3), num_steps=3, key=key, save=save, member_map=member_map)
+    fit(
+        jnp.ones((3, 4)),
+        step,
+        Epochs(jnp.ones((6, 4)), 3),
+        num_steps=3,
+        key=key,
+        save=save,
+        member_map=member_map,
+    )
     assert len(texts) >= 3
     for text in texts:
         assert "stablehlo" in text
-        assert not any(word in text for word in (*CALLBACKS, "callback", "infeed", "outfeed", "stablehlo.send"))
+        assert not any(
+            word in text for word in (*CALLBACKS, "callback", "infeed", "outfeed", "stablehlo.send")
+        )
 
 
 def close(first, second):
@@ -166,7 +186,9 @@ def seen(monkeypatch):
 MODELS = {
     "one output": lambda k: eqx.nn.MLP(6, 1, 16, 1, key=k),
     "ten outputs": lambda k: eqx.nn.MLP(6, 10, 16, 1, jnp.tanh, key=k),
-    "convolution": lambda k: eqx.nn.Sequential([eqx.nn.Lambda(lambda x: x[None]), eqx.nn.Conv1d(1, 2, 3, key=k)]),
+    "convolution": lambda k: eqx.nn.Sequential(
+        [eqx.nn.Lambda(lambda x: x[None]), eqx.nn.Conv1d(1, 2, 3, key=k)]
+    ),
 }
 
 
@@ -193,7 +215,9 @@ def test_members_in_parallel_agree_with_one_after_another(three_cores, seen, kin
     models = drawn(kind, key, 5)
     x = X[:20]
     y = np.sin(3 * x[:, 0]) + 0.1
-    placed = jax.device_put(jnp.ones((1, 6)), jax.devices()[0])  # what a loss closes over may have been put on a device
+    placed = jax.device_put(
+        jnp.ones((1, 6)), jax.devices()[0]
+    )  # what a loss closes over may have been put on a device
 
     def loss(model, batch, key):
         out = jax.vmap(model)(batch[0] * placed).reshape(len(batch[0]), -1)
@@ -217,14 +241,22 @@ def test_members_in_parallel_agree_with_one_after_another(three_cores, seen, kin
     assert seen[0] == (parts, 1)
     assert seen[-1] == (max(parts, 3), 3)
     close(alone.models, over.models)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), alone.history, over.history)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        alone.history,
+        over.history,
+    )
     jax.tree.map(np.testing.assert_array_equal, over.history, trained().history)
     assert np.isnan(over.history.loss[2, 4:]).all()
     assert np.ptp(over.history.loss[0]) > 0
 
 
-@pytest.mark.parametrize(("kind", "number"), [("one output", 2), ("ten outputs", 3), ("convolution", 7)])
-def test_bmap_in_parallel_agrees_with_one_after_another(three_cores, seen, kind, number, key, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "number"), [("one output", 2), ("ten outputs", 3), ("convolution", 7)]
+)
+def test_bmap_in_parallel_agrees_with_one_after_another(
+    three_cores, seen, kind, number, key, monkeypatch
+):
     models = drawn(kind, key, number)
 
     def gradient(model, x):
@@ -266,14 +298,19 @@ def test_bmap_in_parallel_keeps_devices_and_settings(three_cores, seen):
     over = mapped(x, shared)
     placed = mapped(jax.device_put(x, jax.devices()[1]), shared)
     assert seen == [(3, 3)] * 2
-    assert [each[0]["values"].devices() for each in (over, placed)] == [{jax.devices()[0]}, {jax.devices()[1]}]
+    assert [each[0]["values"].devices() for each in (over, placed)] == [
+        {jax.devices()[0]},
+        {jax.devices()[1]},
+    ]
     jax.tree.map(np.testing.assert_array_equal, placed, over)
     with jax.enable_x64(True):  # settings of one thread hold in the others
         third = np.arange(6.0) / 3
         squares = bmap(lambda x: x**2 + jnp.ones(2) / 3, batch_size=1)(third)
         assert seen[2:] == [(3, 3)]
         assert squares.dtype == jnp.float64
-        np.testing.assert_allclose(squares, np.square(np.arange(6.0) / 3)[:, None] + np.ones(2) / 3, rtol=1e-15)
+        np.testing.assert_allclose(
+            squares, np.square(np.arange(6.0) / 3)[:, None] + np.ones(2) / 3, rtol=1e-15
+        )
 
 
 def test_what_lies_on_several_devices_is_one_program(three_cores, seen, key):
@@ -282,6 +319,8 @@ def test_what_lies_on_several_devices_is_one_program(three_cores, seen, key):
     over = place_members(jnp.asarray(x), member_mesh())
     np.testing.assert_allclose(bmap(jnp.sum, batch_size=1)(over), x.sum(1), rtol=1e-6)
     step = make_step(lambda w, batch, key: jnp.mean((batch @ w - 1) ** 2), optax.sgd(0.1))
-    result, alone = (fit(models, step, Epochs(x, 2), num_steps=3, key=key) for models in (over, jnp.asarray(x)))
+    result, alone = (
+        fit(models, step, Epochs(x, 2), num_steps=3, key=key) for models in (over, jnp.asarray(x))
+    )
     assert set(seen) == {(1, 1), (2, 3)}
     np.testing.assert_allclose(result.models, alone.models, rtol=1e-5)

@@ -12,7 +12,9 @@ def test_first_crossing():
     y = np.asarray([[0.0, 0.6, 0.4, 0.9], [0.5, 0.5, 0.5, 0.5], [np.nan, np.nan, 0.8, 0.0]])
     np.testing.assert_array_equal(first_cross(x, y, 0.5), [1, np.nan, 2])
     np.testing.assert_array_equal(first_cross(x, y, 0.5, "below"), [0, np.nan, 3])
-    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda c: first_cross(x, c, 0.5)))(y), [1, np.nan, 2])
+    np.testing.assert_array_equal(
+        jax.jit(jax.vmap(lambda c: first_cross(x, c, 0.5)))(y), [1, np.nan, 2]
+    )
 
 
 def test_medians_without_censoring_and_with():
@@ -23,7 +25,9 @@ def test_medians_without_censoring_and_with():
     never = median_crossing(np.asarray([1.0, np.nan, np.nan]), 10)
     assert never.value == np.inf
     assert median_crossing(np.full(4, np.nan), 10) == (np.inf, 10, np.inf)
-    halves = np.asarray([np.nan, 1, 3, 2, 4, 4, np.nan, 3, 5, 2])  # a survival of one half is counted
+    halves = np.asarray(
+        [np.nan, 1, 3, 2, 4, 4, np.nan, 3, 5, 2]
+    )  # a survival of one half is counted
     assert [median_crossing(halves, end).value for end in (5, 99)] == [3, 3]
 
 
@@ -37,8 +41,14 @@ def test_the_medians_interval_covers():
 
 
 def test_few_samples_bound_the_median_as_far_as_they_can():
-    # All n samples lie on one side of their median with chance 2^-n: 1/8 of three is above 1/10, 1/16 of four is not.
-    for number, low, high in ((1, -np.inf, np.inf), (3, -np.inf, np.inf), (4, 1, np.inf), (5, 1, 5)):
+    # All n samples lie on one side of their median with chance 2^-n: 1/8 of three is above 1/10,
+    # 1/16 of four is not.
+    for number, low, high in (
+        (1, -np.inf, np.inf),
+        (3, -np.inf, np.inf),
+        (4, 1, np.inf),
+        (5, 1, 5),
+    ):
         found = median_crossing(np.arange(1.0, number + 1), 10)
         assert (found.low, found.high) == (low, high), number
         never = median_crossing(np.full(number, np.nan), 10)
@@ -55,8 +65,12 @@ def test_the_slope_of_times_on_a_line():
     assert np.isnan(tied.error)
     steep = log_slope((3 * at**-0.5).astype(np.float32).astype(float), at, 100.0)
     np.testing.assert_allclose(steep[:3], [-0.5, np.log(3), 0.0], atol=1e-6)
-    # A censored sample that the line would have cross after the end agrees with it, one long before does not.
-    late, early = (log_slope(np.append(np.full(6, 40.0), np.nan), np.append(at, 0.1), end) for end in (40.0, 100.0))
+    # A censored sample that the line would have cross after the end agrees with it, one long before
+    # does not.
+    late, early = (
+        log_slope(np.append(np.full(6, 40.0), np.nan), np.append(at, 0.1), end)
+        for end in (40.0, 100.0)
+    )
     assert late.spread == 0
     assert early.spread > 0.1
     assert early.error > 0
@@ -92,7 +106,9 @@ def test_the_slope_of_times_that_all_cross():
     few = log_slope(times[::25], at[::25], 1e9, level=0.8)
     ordinary = linregress(np.log(at[::25]), np.log(times[::25]))
     half = t.ppf(0.9, 6) * ordinary.stderr
-    np.testing.assert_allclose(few[3:], [ordinary.stderr, ordinary.slope - half, ordinary.slope + half], rtol=1e-5)
+    np.testing.assert_allclose(
+        few[3:], [ordinary.stderr, ordinary.slope - half, ordinary.slope + half], rtol=1e-5
+    )
     np.testing.assert_allclose(whole.error, 0.3 / (np.log(at).std() * 200**0.5), rtol=0.1)
 
 
@@ -116,7 +132,10 @@ def test_bad_input_is_refused():
         (lambda: first_cross([0.0, np.nan, 1.0], np.arange(3.0), 1.0), "`x` must rise"),
         (lambda: first_cross(rising, rising, 1.0, "up"), "'above', 'below'"),
         (lambda: median_crossing([1.0, np.inf], 1.0), "`times` must be finite"),
-        (lambda: median_crossing([5, 6, 7], end=3), "`end` must be no earlier than the crossing at 5, got 3"),
+        (
+            lambda: median_crossing([5, 6, 7], end=3),
+            "`end` must be no earlier than the crossing at 5, got 3",
+        ),
         (lambda: median_crossing([np.nan, 6, 7], end=[1, 6, 6.5]), "the crossing at 7, got 6.5"),
         (lambda: median_crossing(ones, 1.0, level=1.0), "`level` must be between 0 and 1"),
         (lambda: log_slope([2.0, 3.0, 4.0], rising, 3.5), "the crossing at 4, got 3.5"),

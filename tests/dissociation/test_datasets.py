@@ -31,7 +31,10 @@ def fake_mnist(monkeypatch):
 
     def mnist_data(permute_train=False, *, folder=None):
         calls.append((permute_train, folder))
-        images, labels = np.arange(60, dtype=np.float32)[:, None] * np.ones((1, 784), np.float32), np.eye(10)
+        images, labels = (
+            np.arange(60, dtype=np.float32)[:, None] * np.ones((1, 784), np.float32),
+            np.eye(10),
+        )
         labels = labels.astype(np.float32)[np.arange(60) % 10]
         return images, labels, 100 + images[:10], labels[:10]
 
@@ -98,7 +101,11 @@ def test_own_data_are_accepted_and_pass_through_transformations(parts):
     [
         ("test_labels", np.ones_like, "be integers .* or one-hot rows .*, got .* in row 0"),
         ("test_labels", lambda a: a[:2], r"have as many samples as `test_images` \(3\), got 2"),
-        ("test_images", lambda a: a[:, :3], r"be .* \[m, d\], got shape \(.*, and \(.*, 4\) for `train_images`"),
+        (
+            "test_images",
+            lambda a: a[:, :3],
+            r"be .* \[m, d\], got shape \(.*, and \(.*, 4\) for `train_images`",
+        ),
     ],
 )
 def test_own_data_are_checked(parts, field, change, message, unchecked):
@@ -109,7 +116,10 @@ def test_own_data_are_checked(parts, field, change, message, unchecked):
 @pytest.mark.parametrize("convert", [jnp.asarray, list, lambda labels: labels.astype(np.uint8)])
 def test_labels_may_be_integers(parts, convert):
     """Classes count up to the largest of both splits; one-hot rows beside integers say how many there are."""
-    given = parts | {"train_labels": convert(np.array([0, 1, 1, 0, 1])), "test_labels": convert(np.array([1, 2, 0]))}
+    given = parts | {
+        "train_labels": convert(np.array([0, 1, 1, 0, 1])),
+        "test_labels": convert(np.array([1, 2, 0])),
+    }
     data = Dataset("mine", **given)
     np.testing.assert_array_equal(data.train_labels, np.eye(3)[[0, 1, 1, 0, 1]])
     np.testing.assert_array_equal(data.test_labels, np.eye(3)[[1, 2, 0]])
@@ -128,9 +138,13 @@ def test_labels_may_be_integers(parts, convert):
 def test_grey_levels_are_no_pixels_from_0_to_1(kind):
     levels = np.arange(784 * 3).reshape(3, 784) % 256
     levels, ones = ((x.tolist() if kind is list else x.astype(kind)) for x in (levels, levels % 2))
-    message = "must be numbers, for pixels from 0 to 1, got integers up to 255. Divide grey levels by 255"
+    message = (
+        "must be numbers, for pixels from 0 to 1, got integers up to 255. Divide grey levels by 255"
+    )
     for name, call in {
-        "train_images": lambda x: Dataset("mine", x, [0, 1, 1], np.ones((1, 784)), [1]).train_images,
+        "train_images": lambda x: (
+            Dataset("mine", x, [0, 1, 1], np.ones((1, 784)), [1]).train_images
+        ),
         "test_images": lambda x: Dataset("mine", np.ones((1, 784)), [1], x, [0, 1, 1]).test_images,
     }.items():
         with pytest.raises(ValueError, match=f"`{name}` {message}"):

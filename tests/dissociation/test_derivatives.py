@@ -24,7 +24,9 @@ LABELS = np.arange(12) % 3
 def network(shift=0.0, **options):
     """A network of float64 whose weights all move with `shift`."""
     with jax.ensure_compile_time_eval():
-        parts, structure = jax.tree.flatten(BilinearNetwork(5, 4, 3, key=jax.random.key(0), **options))
+        parts, structure = jax.tree.flatten(
+            BilinearNetwork(5, 4, 3, key=jax.random.key(0), **options)
+        )
         parts = [np.asarray(part, float) for part in parts]
     rng = np.random.default_rng(0)
     moved = [jnp.asarray(part + shift * rng.normal(size=part.shape)) for part in parts]
@@ -44,7 +46,10 @@ def moments(z):
 def measures(z):
     found = moments(z)
     values = [*vars(neural_collapse(found)).values(), *vars(collapse.simplex_frame(found)).values()]
-    extra = [collapse.trace_ratio(found), collapse.self_duality(found, np.arange(24.0).reshape(4, 6) % 5)]
+    extra = [
+        collapse.trace_ratio(found),
+        collapse.self_duality(found, np.arange(24.0).reshape(4, 6) % 5),
+    ]
     return [value for value in values if value.shape == ()] + extra
 
 
@@ -96,7 +101,9 @@ TABLE = {
 def test_derivatives_are_those_of_central_differences(name, x64):
     function, *shapes = TABLE[name]
     rng = np.random.default_rng(7)
-    points, directions = ([jnp.asarray(rng.normal(size=shape)) for shape in shapes] for _ in range(2))
+    points, directions = (
+        [jnp.asarray(rng.normal(size=shape)) for shape in shapes] for _ in range(2)
+    )
     points = [0.1 * point if point.shape == () else point for point in points]
 
     def outputs(points):

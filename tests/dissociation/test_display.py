@@ -15,7 +15,9 @@ from dissociation.plotting import show, table
 
 
 def image_of(shown):
-    encoded = re.search(r'<img [^>]*src="data:image/png;base64,([^"]+)"', shown._repr_html_()).group(1)
+    encoded = re.search(
+        r'<img [^>]*src="data:image/png;base64,([^"]+)"', shown._repr_html_()
+    ).group(1)
     return imread(io.BytesIO(base64.b64decode(encoded)), format="png")
 
 
@@ -53,7 +55,9 @@ def test_a_table_is_html_and_text():
     Tags.of(shown._repr_html_())
     assert repr(shown).splitlines() == ["seed  error", "0     < 2 %"]
     for rows in ([], [["a", "b"], ["c"]]):
-        with pytest.raises(ValueError, match="`rows` must be at least one row, all of the same length"):
+        with pytest.raises(
+            ValueError, match="`rows` must be at least one row, all of the same length"
+        ):
             table(rows)
     with pytest.raises(ValueError, match="`value` must have elements"):
         show(np.zeros((0, 3)))

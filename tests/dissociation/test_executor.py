@@ -43,8 +43,17 @@ def sweep(shift=0.5, width_factor=1, wrong=False):
 
 
 def trained(folder=None, num_epochs=4, arguments=None, **options):
-    observed = Save(lambda model, step, key: jnp.sum(model.layers[0].weight), at=[0, 2 * num_epochs], seconds=0.1)
-    given = {"key": jax.random.key(0), "num_epochs": num_epochs, "save": observed, "progress": None} | options
+    observed = Save(
+        lambda model, step, key: jnp.sum(model.layers[0].weight),
+        at=[0, 2 * num_epochs],
+        seconds=0.1,
+    )
+    given = {
+        "key": jax.random.key(0),
+        "num_epochs": num_epochs,
+        "save": observed,
+        "progress": None,
+    } | options
     return fit_grid(*(sweep() if arguments is None else arguments), folder=folder, **given)
 
 
@@ -52,7 +61,11 @@ def assert_equal(one, other):
     assert one.plan.groups == other.plan.groups
     for half in (np.arange(4), np.arange(4, 8)):
         for leaf, same in zip(
-            *(jax.tree.leaves(eqx.filter(found.models_of(half), eqx.is_array)) for found in (one, other)), strict=True
+            *(
+                jax.tree.leaves(eqx.filter(found.models_of(half), eqx.is_array))
+                for found in (one, other)
+            ),
+            strict=True,
         ):
             np.testing.assert_array_equal(leaf, same)
     np.testing.assert_array_equal(one.history.loss, other.history.loss)
@@ -70,7 +83,9 @@ def test_threads_return_the_same_bits(plain, tmp_path):
     assert_equal(plain, found)
     assert not [*tmp_path.glob("tasks*"), *tmp_path.glob("*.steps")]
     assert_equal(plain, trained(tmp_path))  # the stored plan, without an executor
-    with pytest.raises(ValueError, match=r"`folder` must have a plan of at least 5 groups, got .* of 4. Leave out"):
+    with pytest.raises(
+        ValueError, match=r"`folder` must have a plan of at least 5 groups, got .* of 4. Leave out"
+    ):
         trained(tmp_path, num_groups=5)
 
 
@@ -90,7 +105,9 @@ class Lossy:
 
 @pytest.mark.parametrize("refuses", [True, False])
 def test_groups_that_are_lost_are_trained_here(plain, tmp_path, refuses):
-    with pytest.warns(RuntimeWarning, match="`executor` took no task" if refuses else "`executor` lost a task"):
+    with pytest.warns(
+        RuntimeWarning, match="`executor` took no task" if refuses else "`executor` lost a task"
+    ):
         found = trained(tmp_path, num_groups=4, executor=Lossy(refuses))
     assert_equal(plain, found)
 
@@ -111,7 +128,9 @@ def test_tasks_compare_versions_and_take_settings(tmp_path, monkeypatch):
         assert plan is None
         assert "was written anew since this task was submitted" in error
         monkeypatch.setattr(module.platform, "python_version", lambda: "3.0")
-        with pytest.raises(RuntimeError, match=r"must have Python 3\.1\d.*, as the caller of fit_grid, got 3.0"):
+        with pytest.raises(
+            RuntimeError, match=r"must have Python 3\.1\d.*, as the caller of fit_grid, got 3.0"
+        ):
             module._read(tasks.path, tasks.digest)
     assert not tasks.path.exists()
 
@@ -120,8 +139,12 @@ def test_wrong_calls(tmp_path):
     with pytest.raises(ValueError, match="`folder` must be given with `executor`"):
         trained(executor=Lossy(True))
     with pytest.raises(TypeError, match='`mesh` must be None or "auto" with `executor`'):
-        trained(tmp_path, executor=Lossy(True), mesh=jax.sharding.Mesh(jax.devices()[:1], "members"))
-    with pytest.raises(ValueError, match="`num_groups` must be at most the number of members, 8, got 9"):
+        trained(
+            tmp_path, executor=Lossy(True), mesh=jax.sharding.Mesh(jax.devices()[:1], "members")
+        )
+    with pytest.raises(
+        ValueError, match="`num_groups` must be at most the number of members, 8, got 9"
+    ):
         trained(tmp_path, num_groups=9)
     with pytest.raises(ValueError, match="`num_groups` must be at least 1"):
         trained(tmp_path, num_groups=0)
@@ -129,11 +152,16 @@ def test_wrong_calls(tmp_path):
 
 def test_without_the_extra_the_error_names_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ValueError, match=r'be used with the extra "executor": pip install "dissociation\[executor\]"'):
+    with pytest.raises(
+        ValueError,
+        match=r'be used with the extra "executor": pip install "dissociation\[executor\]"',
+    ):
         trained(tmp_path, executor=Lossy(True))
 
 
-@pytest.mark.parametrize(("counts", "wanted"), [([8], 1), ([8], 3), ([8], 8), ([5, 2], 3), ([5, 2], 7), ([1, 9], 4)])
+@pytest.mark.parametrize(
+    ("counts", "wanted"), [([8], 1), ([8], 3), ([8], 8), ([5, 2], 3), ([5, 2], 7), ([1, 9], 4)]
+)
 def test_groups_are_as_large_as_their_number_allows(counts, wanted):
     size = _largest_group(counts, wanted)
     number = [sum(-(-count // size) for count in counts) for size in (size, size + 1)]

@@ -13,7 +13,12 @@ import pytest
 from dissociation.data import load
 from dissociation.fig4 import mnist as mnist_module
 from dissociation.fig4.bmap import bmap
-from dissociation.fig4.expand import add_phantom_zero_neurons, add_random_zero_neurons, duplicate_neurons, scale_neurons
+from dissociation.fig4.expand import (
+    add_phantom_zero_neurons,
+    add_random_zero_neurons,
+    duplicate_neurons,
+    scale_neurons,
+)
 from dissociation.fig4.mnist import mnist_data, train_mnist
 from dissociation.recipes import _mnist as recipe
 
@@ -41,7 +46,9 @@ def rewritten(function):
 
 
 scale = rewritten(lambda w, v, factor: scale_neurons(w_in=w, w_out=v, scale_factor=factor))
-duplicate = rewritten(lambda w, v, times: duplicate_neurons(w_in=w, w_out=v, duplicate_multiplier=times))
+duplicate = rewritten(
+    lambda w, v, times: duplicate_neurons(w_in=w, w_out=v, duplicate_multiplier=times)
+)
 
 
 @rewritten
@@ -51,11 +58,17 @@ def add_zero(w_in, w_out, number, key):
 
 
 def outputs(models, images):
-    return eqx.filter_vmap(lambda model, x: jax.vmap(model)(x), in_axes=(eqx.if_array(0), None))(models, images)
+    return eqx.filter_vmap(lambda model, x: jax.vmap(model)(x), in_axes=(eqx.if_array(0), None))(
+        models, images
+    )
 
 
 def test_fresh_networks_are_as_documented(models):
-    assert [layer.weight.shape for layer in models.layers] == [(2, 1024, 784), (2, 1024, 1024), (2, 10, 1024)]
+    assert [layer.weight.shape for layer in models.layers] == [
+        (2, 1024, 784),
+        (2, 1024, 1024),
+        (2, 10, 1024),
+    ]
     assert all(layer.bias is None for layer in models.layers)
     keys = jax.random.split(jax.random.PRNGKey(37), 2)
     alone = eqx.nn.MLP(784, 10, 1024, 2, use_bias=False, use_final_bias=False, key=keys[1])
@@ -64,13 +77,16 @@ def test_fresh_networks_are_as_documented(models):
 
 
 @pytest.mark.parametrize(
-    ("rewrite", "number", "width"), [(scale, 20, 1024), (duplicate, 1 + 1, 2048), (duplicate, 1.2, 1229)]
+    ("rewrite", "number", "width"),
+    [(scale, 20, 1024), (duplicate, 1 + 1, 2048), (duplicate, 1.2, 1229)],
 )
 def test_numbers_pass_through_the_map_and_set_shapes(models, small, rewrite, number, width):
     changed = partial(bmap, in_axes=(eqx.if_array(0), None))(rewrite)(models, number)
     assert changed.layers[1].weight.shape == (2, width, 1024)
     assert changed.layers[2].weight.shape == (2, 10, width)
-    np.testing.assert_allclose(outputs(changed, small.test_images), outputs(models, small.test_images), atol=1e-5)
+    np.testing.assert_allclose(
+        outputs(changed, small.test_images), outputs(models, small.test_images), atol=1e-5
+    )
 
 
 def test_zero_neurons_with_a_key_per_seed(models, small):
@@ -78,7 +94,9 @@ def test_zero_neurons_with_a_key_per_seed(models, small):
     changed = bmap(add_zero, in_axes=(eqx.if_array(0), None, 0))(models, 1024, keys)
     assert changed.layers[1].weight.shape == (2, 2048, 1024)
     assert not np.allclose(changed.layers[1].weight[0, 1024:], changed.layers[1].weight[1, 1024:])
-    np.testing.assert_allclose(outputs(changed, small.test_images), outputs(models, small.test_images), atol=1e-5)
+    np.testing.assert_allclose(
+        outputs(changed, small.test_images), outputs(models, small.test_images), atol=1e-5
+    )
 
 
 def test_defaults_of_the_four_functions(models):
@@ -102,7 +120,9 @@ def test_defaults_of_the_four_functions(models):
 @pytest.mark.slow
 def test_hidden_features_by_plain_vmap_and_the_probe(models, small, monkeypatch):
     """Features through `model.layers` and `model.activation`, probed for several sample counts under filter_vmap."""
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "notebooks" / "paper"), *sys.path])
+    monkeypatch.setattr(
+        sys, "path", [str(Path(__file__).parents[2] / "notebooks" / "paper"), *sys.path]
+    )
     from logistic import crossval_softmax_predict
 
     def hidden(model, x):
@@ -112,13 +132,19 @@ def test_hidden_features_by_plain_vmap_and_the_probe(models, small, monkeypatch)
     narrow = eqx.tree_at(
         lambda m: (m.layers[0].weight, m.layers[1].weight, m.layers[2].weight),
         models,
-        (models.layers[0].weight[:, :32], models.layers[1].weight[:, :16, :32], models.layers[2].weight[:, :, :16]),
+        (
+            models.layers[0].weight[:, :32],
+            models.layers[1].weight[:, :16, :32],
+            models.layers[2].weight[:, :, :16],
+        ),
     )
 
     @partial(eqx.filter_vmap, in_axes=(eqx.if_array(0), None))
     def transfer_error(model, num_samples):
         features = jax.vmap(hidden, in_axes=(None, 0))(model, small.test_images)
-        probabilities = crossval_softmax_predict(features[:num_samples], small.test_labels[:num_samples])
+        probabilities = crossval_softmax_predict(
+            features[:num_samples], small.test_labels[:num_samples]
+        )
         return (probabilities.argmax(1) != small.test_labels[:num_samples].argmax(1)).mean()
 
     errors = [transfer_error(narrow, num_samples) for num_samples in (20, 50)]
@@ -135,7 +161,9 @@ def test_the_modules_offer_the_pinned_names():
 @pytest.mark.parametrize("size", [2, 5])
 def test_outgoing_weights_cancel_and_have_the_deviation_that_was_asked_for(size):
     w_in, w_out = jnp.ones((4, 3)), jnp.ones((50, 4))
-    _, grown = add_random_zero_neurons(w_in, w_out, 200, size, key=jax.random.key(0), outgoing_std=0.5)
+    _, grown = add_random_zero_neurons(
+        w_in, w_out, 200, size, key=jax.random.key(0), outgoing_std=0.5
+    )
     new = np.asarray(grown[:, 4:]).reshape(50, 200, size)
     np.testing.assert_allclose(new.sum(-1), 0, atol=1e-5)
     np.testing.assert_allclose(new.std(), 0.5, rtol=0.02)

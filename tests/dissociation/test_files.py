@@ -127,11 +127,15 @@ def test_a_file_is_written_through_links(tmp_path):
             files.write_bytes(target, b"old")
         files.write_bytes(link, b"new")
         assert link.is_symlink()
-        assert [(child.name, child.read_bytes()) for child in target.parent.iterdir()] == [(target.name, b"new")]
+        assert [(child.name, child.read_bytes()) for child in target.parent.iterdir()] == [
+            (target.name, b"new")
+        ]
     with pytest.raises(IsADirectoryError, match="must be a file, got a folder: '.*new'"):
         files.write_bytes(tmp_path / "new", b"")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(OSError, match="must lead to a file, got a loop of symbolic links: '.*loop'"):
+    with pytest.raises(
+        OSError, match="must lead to a file, got a loop of symbolic links: '.*loop'"
+    ):
         files.write_bytes(tmp_path / "loop", b"lost")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="must be a regular file, got a device or a pipe: '.*pipe'"):
@@ -152,7 +156,10 @@ def test_errors_of_locks_name_their_file(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "no such luck")
 
     monkeypatch.setattr(fcntl, "flock", fails)
-    with pytest.raises(OSError, match=r"x\.lock") as caught, files.locked(tmp_path / "x.lock", "the run"):
+    with (
+        pytest.raises(OSError, match=r"x\.lock") as caught,
+        files.locked(tmp_path / "x.lock", "the run"),
+    ):
         pass
     assert caught.value.filename == str(tmp_path / "x.lock")
 
@@ -160,14 +167,21 @@ def test_errors_of_locks_name_their_file(tmp_path, monkeypatch):
 def test_a_full_disk_names_the_lock(tmp_path, monkeypatch):
     lock = tmp_path / "x.lock"
     full = Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    monkeypatch.setattr(files, "_lock_file", lambda path, subject: (path.touch(), MagicMock(wraps=full))[1])
-    with pytest.raises(OSError, match=r"No space left on device.*x\.lock"), files.locked(lock, "the run"):
+    monkeypatch.setattr(
+        files, "_lock_file", lambda path, subject: (path.touch(), MagicMock(wraps=full))[1]
+    )
+    with (
+        pytest.raises(OSError, match=r"No space left on device.*x\.lock"),
+        files.locked(lock, "the run"),
+    ):
         pass
     assert not lock.exists()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_without_locks_files_are_written_and_a_warning_says_that_nothing_guards_them(tmp_path, monkeypatch, number):
+def test_without_locks_files_are_written_and_a_warning_says_that_nothing_guards_them(
+    tmp_path, monkeypatch, number
+):
     def refused(*_):
         raise OSError(number, "no locks here")
 

@@ -63,7 +63,9 @@ def test_operations_are_those_of_jax(name):
             if hasattr(atom, "val"):
                 operands.append(atom.val)
             else:
-                operands.append(rng.permuted(np.resize(x, atom.aval.shape), axis=-1).astype(atom.aval.dtype))
+                operands.append(
+                    rng.permuted(np.resize(x, atom.aval.shape), axis=-1).astype(atom.aval.dtype)
+                )
         wanted = equation.primitive.bind(*map(jnp.asarray, operands), **equation.params)
         assert not compilations(partial(folded, equation, operands))
         result = folded(equation, operands)

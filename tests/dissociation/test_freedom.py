@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from dissociation.models import representations
-from dissociation.rewrites import approached, cka_range, linear_cka_range, neuron_groups, similarity_bounds
+from dissociation.rewrites import (
+    approached,
+    cka_range,
+    linear_cka_range,
+    neuron_groups,
+    similarity_bounds,
+)
 from dissociation.similarity import MEASURES, angular_similarity, linear_cka, rsa
 
 KEY = jax.random.key(0)
@@ -59,10 +65,14 @@ def test_ends_are_exact_where_they_are_known():
     # Orthogonal columns of lengths a against the same of lengths c: the cosine of a^2 and c^2.
     a, c = np.array([1.0, 2.0, 0.5]), np.array([1.0, 1.0, 3.0])
     found = cka_range(q * a, q * c)
-    np.testing.assert_allclose(found.measured, (a**2 @ c**2) / np.linalg.norm(a**2) / np.linalg.norm(c**2), rtol=1e-9)
+    np.testing.assert_allclose(
+        found.measured, (a**2 @ c**2) / np.linalg.norm(a**2) / np.linalg.norm(c**2), rtol=1e-9
+    )
     np.testing.assert_allclose(found.high, 1, rtol=1e-9)
     np.testing.assert_allclose(found.low, 1 / np.linalg.norm(c**2), rtol=1e-9)
-    np.testing.assert_allclose(found.high_weights * a**2 / (found.high_weights * a**2).max(), c**2 / 9, rtol=1e-6)
+    np.testing.assert_allclose(
+        found.high_weights * a**2 / (found.high_weights * a**2).max(), c**2 / 9, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("end", ["low", "high"])
@@ -88,8 +98,12 @@ def test_many_neurons_of_few_directions_have_the_ends_of_these():
     np.testing.assert_allclose(found.high, 1, rtol=1e-9)
     assert found.residual < 1e-9
     unit = np.concatenate([np.eye(3), mixed / np.linalg.norm(mixed, axis=0)], 1)
-    np.testing.assert_allclose(found.low, (np.array([1, 4, 9]) @ unit**2 / np.sqrt(98)).min(), rtol=1e-9)
-    assert cka_range(np.concatenate([x, rng.standard_normal((40, 30))], 1), reference).low < found.low
+    np.testing.assert_allclose(
+        found.low, (np.array([1, 4, 9]) @ unit**2 / np.sqrt(98)).min(), rtol=1e-9
+    )
+    assert (
+        cka_range(np.concatenate([x, rng.standard_normal((40, 30))], 1), reference).low < found.low
+    )
 
 
 def test_neurons_that_are_constant_are_left_out(networks):
@@ -129,7 +143,9 @@ def test_factors_follow_the_degree():
     found = cka_range(hidden(p), np.asarray(inputs))
     for end in ("low", "high"):
         moved = found.rewrite(group, end=end)(p)
-        np.testing.assert_allclose(cka(hidden(moved), np.asarray(inputs)), getattr(found, end), atol=1e-3)
+        np.testing.assert_allclose(
+            cka(hidden(moved), np.asarray(inputs)), getattr(found, end), atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("samples", [60, 6])
@@ -164,19 +180,31 @@ def test_linear_networks():
     assert found.low < found.measured < found.high
     # Wide enough layers may have what any map of the inputs has.
     whole = linear_cka_range(inputs, y)
-    np.testing.assert_allclose((whole.low, whole.high), (found.low, found.high), rtol=1e-4, atol=1e-9)
+    np.testing.assert_allclose(
+        (whole.low, whole.high), (found.low, found.high), rtol=1e-4, atol=1e-9
+    )
     rng = np.random.default_rng(0)
     for spread in rng.uniform(0, 4, 200):
         matrix = rng.standard_normal((24, 24)) * np.exp(spread * rng.standard_normal(24))
-        assert found.low - 1e-6 <= cka(np.asarray(x, float) @ matrix, np.asarray(y)) <= found.high + 1e-6
+        assert (
+            found.low - 1e-6
+            <= cka(np.asarray(x, float) @ matrix, np.asarray(y))
+            <= found.high + 1e-6
+        )
     group = neuron_groups(model, inputs[0])["layers[0]"]
     for end in ("low", "high"):
         rewritten = found.rewrite(group, end=end)(model)
         moved = representations(rewritten, inputs)
-        np.testing.assert_allclose(linear_cka(moved["layers[0]"], y), getattr(found, end), atol=1e-4)
-        # The map is far from orthogonal, so products that round are larger than the logits that are left of them.
+        np.testing.assert_allclose(
+            linear_cka(moved["layers[0]"], y), getattr(found, end), atol=1e-4
+        )
+        # The map is far from orthogonal, so products that round are larger than the logits that are
+        # left of them.
         products = jnp.abs(moved["layers[0]"]) @ jnp.abs(rewritten.layers[1].weight).T
-        assert jnp.abs(moved["logits"] - shown["logits"]).max() < products.max() * jnp.finfo(jnp.float32).eps
+        assert (
+            jnp.abs(moved["logits"] - shown["logits"]).max()
+            < products.max() * jnp.finfo(jnp.float32).eps
+        )
 
 
 def test_linear_maps_reach_a_reference_in_their_span():
@@ -188,7 +216,9 @@ def test_linear_maps_reach_a_reference_in_their_span():
     np.testing.assert_allclose(found.low, 1 / np.linalg.norm(np.arange(1, 7.0) ** 2), rtol=1e-9)
     np.testing.assert_allclose(linear_cka_range(x, x[:, :5]).low, 0, atol=1e-12)
     twice = np.concatenate([x, x[:, :2]], 1)  # of rank 6
-    np.testing.assert_allclose(linear_cka_range(twice, q).low, linear_cka_range(x, q).low, rtol=1e-6)
+    np.testing.assert_allclose(
+        linear_cka_range(twice, q).low, linear_cka_range(x, q).low, rtol=1e-6
+    )
     with pytest.raises(ValueError, match="`reference` must differ"):
         linear_cka_range(x, np.ones((50, 2)))
 
@@ -216,12 +246,17 @@ def test_gradients_come_to_the_exact_interval(networks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("measure", "options"), [("linear_cka", {}), ("rsa", {"num_starts": 5, "num_steps": 30})])
+@pytest.mark.parametrize(
+    ("measure", "options"), [("linear_cka", {}), ("rsa", {"num_starts": 5, "num_steps": 30})]
+)
 def test_the_networks_have_these_values(measure, options, networks):
     models, groups, inputs, x, y = networks
     found = similarity_bounds(x, y, measure, key=KEY, **options)
     for end in ("low", "high"):
-        moved = [found.rewrite(g, end=end, side=side)(m) for m, g, side in zip(models, groups, "xy", strict=True)]
+        moved = [
+            found.rewrite(g, end=end, side=side)(m)
+            for m, g, side in zip(models, groups, "xy", strict=True)
+        ]
         shown = [representations(m, inputs) for m in moved]
         value = MEASURES[measure](*(each["features"] for each in shown))
         np.testing.assert_allclose(value, getattr(found, end), atol=1e-4)
@@ -234,10 +269,14 @@ def test_the_networks_have_these_values(measure, options, networks):
 def test_known_bounds():
     q = orthonormal(40, 3)
     # Of lengths (c, d) against factors (a, b): (ac + bd) / sqrt((a^2 + b^2) (c^2 + d^2)).
-    found = similarity_bounds(q[:, :2], q[:, :2] * np.array([3.0, 4.0]), angular_similarity, free="x", key=KEY)
+    found = similarity_bounds(
+        q[:, :2], q[:, :2] * np.array([3.0, 4.0]), angular_similarity, free="x", key=KEY
+    )
     np.testing.assert_allclose(found.measured, 7 / 5 / np.sqrt(2), rtol=1e-5)
     np.testing.assert_allclose([found.low, found.high], [0.6, 1], atol=3e-3)
-    np.testing.assert_allclose(found.high_factors[0][1] / found.high_factors[0][0], 4 / 3, rtol=0.02)
+    np.testing.assert_allclose(
+        found.high_factors[0][1] / found.high_factors[0][0], 4 / 3, rtol=0.02
+    )
 
 
 @pytest.mark.slow
@@ -247,14 +286,19 @@ def test_nothing_moves_what_is_invariant_to_the_scale_of_a_neuron(networks):
         found = similarity_bounds(x, y, measure, free=free, key=KEY)
         np.testing.assert_array_equal([found.low, found.high], found.measured)
     # To that of its targets, predictivity is not invariant.
-    assert similarity_bounds(x, y, "linear_predictivity", key=KEY, num_steps=0).low < found.measured - 0.1
+    assert (
+        similarity_bounds(x, y, "linear_predictivity", key=KEY, num_steps=0).low
+        < found.measured - 0.1
+    )
 
 
 @pytest.mark.slow
 def test_no_worse_than_what_is_there():
     """Ranks have no derivative, and no start of ours need be as close as the networks are to each other."""
     x = np.random.default_rng(0).standard_normal((30, 4)) * np.array([1.0, 3.0, 0.3, 2.0])
-    found = similarity_bounds(x, x, lambda a, b: rsa(a, b, comparison="spearman"), key=KEY, num_steps=3)
+    found = similarity_bounds(
+        x, x, lambda a, b: rsa(a, b, comparison="spearman"), key=KEY, num_steps=3
+    )
     np.testing.assert_allclose([found.measured, found.high], 1, rtol=1e-6)
     assert found.low < 0.9
 

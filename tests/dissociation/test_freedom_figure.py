@@ -15,7 +15,14 @@ from dissociation.similarity import linear_cka
 pytestmark = pytest.mark.slow
 
 CONFIG = freedom.Config(
-    num_seeds=3, num_epochs=3, num_train=400, num_test=120, num_samples=80, width=16, num_zero=6, scale_factor=7.0
+    num_seeds=3,
+    num_epochs=3,
+    num_train=400,
+    num_test=120,
+    num_samples=80,
+    width=16,
+    num_zero=6,
+    scale_factor=7.0,
 )
 OFF = ~np.eye(3, dtype=bool)
 
@@ -79,16 +86,35 @@ def test_seeds_that_diverged_are_left_out(monkeypatch):
 
 def test_the_files_and_the_figure(run):
     results, folder = run
-    dims = {"change": ("ends", "layers", "seeds", "other_seeds"), "moved": ("rewrites", "seeds", "other_seeds")}
+    dims = {
+        "change": ("ends", "layers", "seeds", "other_seeds"),
+        "moved": ("rewrites", "seeds", "other_seeds"),
+    }
     parts = ("6 ordered pairs", "80 test images", "400 training", "(b) The last hidden layer")
-    assert_figure(freedom, CONFIG, jax.random.PRNGKey(0), results, folder, dims=dims, rows=1 + 2 + 5, parts=parts)
+    assert_figure(
+        freedom,
+        CONFIG,
+        jax.random.PRNGKey(0),
+        results,
+        folder,
+        dims=dims,
+        rows=1 + 2 + 5,
+        parts=parts,
+    )
     assert "the functions of a pair can show anything from" in freedom.headline(results)
 
 
 @pytest.mark.full
 def test_of_networks_of_images_the_last_layer():
     config = freedom.Config(
-        model="transformer", num_seeds=2, num_epochs=1, num_train=200, num_test=40, num_samples=30, width=6, num_zero=2
+        model="transformer",
+        num_seeds=2,
+        num_epochs=1,
+        num_train=200,
+        num_test=40,
+        num_samples=30,
+        width=6,
+        num_zero=2,
     )
     results = freedom.compute(config, key=jax.random.PRNGKey(0))
     assert results.layers.values.tolist() == ["hidden"]

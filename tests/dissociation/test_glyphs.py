@@ -90,7 +90,9 @@ def test_one_effect_at_a_time():
     shifted = draw(shift=3.0)
     centre = shifted @ x / shifted.sum(axis=1)
     assert np.all(np.abs(centre) < 3.05)
-    assert abs(centre.std() - 3 / np.sqrt(3)) < 4 * 3 / np.sqrt(3) * np.sqrt(0.2 / 300)  # uniform in [-3, 3]
+    assert abs(centre.std() - 3 / np.sqrt(3)) < 4 * 3 / np.sqrt(3) * np.sqrt(
+        0.2 / 300
+    )  # uniform in [-3, 3]
     scaled = draw(log_scale=0.2)
     width = scaled @ x**2 / scaled.sum(axis=1)
     assert np.all((np.sqrt(width) / 3 > 0.8) & (np.sqrt(width) / 3 < 1.25))
@@ -106,13 +108,17 @@ def test_elastic_map_is_smooth_and_of_unit_size():
     draws = jax.random.normal(jax.random.key(2), (1000, 9, 2))
     maps = np.asarray(jax.vmap(lambda d: glyphs._elastic(d, centres))(draws))
     assert np.mean(maps**2) == pytest.approx(1, abs=0.05)
-    assert np.sqrt(np.mean(np.diff(maps.reshape(-1, SIDE, SIDE, 2), axis=1) ** 2)) < 0.15  # strokes bend, not break
+    assert (
+        np.sqrt(np.mean(np.diff(maps.reshape(-1, SIDE, SIDE, 2), axis=1) ** 2)) < 0.15
+    )  # strokes bend, not break
 
 
 def test_variation_is_differentiable(key):
     @jax.jit
     def ink(weight):
-        return draw_glyph(jnp.asarray(glyph_templates()), 5, key, STILL._replace(weight=weight)).sum()
+        return draw_glyph(
+            jnp.asarray(glyph_templates()), 5, key, STILL._replace(weight=weight)
+        ).sum()
 
     slope = (ink(0.55) - ink(0.45)) / 0.1
     assert abs(slope) > 0
@@ -122,7 +128,9 @@ def test_variation_is_differentiable(key):
 def test_form_range_and_border(data):
     train, train_labels, test, test_labels = data
     assert [a.shape for a in data] == [(10_000, 784), (10_000, 10), (2_000, 784), (2_000, 10)]
-    assert all(isinstance(a, np.ndarray) and a.flags.writeable and a.dtype == np.float32 for a in data)
+    assert all(
+        isinstance(a, np.ndarray) and a.flags.writeable and a.dtype == np.float32 for a in data
+    )
     for images in (train, test):
         assert images.min() == 0
         assert 0.9 < images.max() <= 1
@@ -132,7 +140,9 @@ def test_form_range_and_border(data):
         assert np.all(labels.sum(axis=1) == 1)
         assert np.all(labels.sum(axis=0) == len(labels) / 10)
     order = train_labels.argmax(axis=1)
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.15  # blocks of ten repel a little: -1/9 in a block
+    assert (
+        abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.15
+    )  # blocks of ten repel a little: -1/9 in a block
 
 
 def test_null_space_is_the_border(data):
@@ -146,7 +156,9 @@ def test_null_space_is_the_border(data):
 def test_linear_classifier_is_neither_lost_nor_perfect(data):
     train, train_labels, test, test_labels = data
     model = LogisticRegression(C=0.02, max_iter=200, tol=1e-2)
-    score = model.fit(train[:4000], train_labels[:4000].argmax(1)).score(test, test_labels.argmax(1))
+    score = model.fit(train[:4000], train_labels[:4000].argmax(1)).score(
+        test, test_labels.argmax(1)
+    )
     assert 0.82 < score < 0.93
 
 
@@ -168,12 +180,20 @@ def test_labels_are_balanced_in_every_ten(key):
         assert sorted(block) == list(range(10))
     assert len(set(labels[90:])) == 5
     first = np.asarray(_orders(jax.random.split(key, 2000)))[:, 0]
-    assert np.sum((np.bincount(first, minlength=10) - 200) ** 2 / 200) < 27.9  # chi-square, 9 degrees, p = .001
+    assert (
+        np.sum((np.bincount(first, minlength=10) - 200) ** 2 / 200) < 27.9
+    )  # chi-square, 9 degrees, p = .001
 
 
 def test_wrong_use_says_what_is_wrong(key):
     templates = glyph_templates()
     refused(
-        (lambda: draw_glyphs(templates, np.array([3, 10]), key=key), "`labels` must lie between 0 and 9"),
-        (lambda: draw_glyphs(templates, np.array([3]), key=key, border=14), "`border` must be at most 13"),
+        (
+            lambda: draw_glyphs(templates, np.array([3, 10]), key=key),
+            "`labels` must lie between 0 and 9",
+        ),
+        (
+            lambda: draw_glyphs(templates, np.array([3]), key=key, border=14),
+            "`border` must be at most 13",
+        ),
     )

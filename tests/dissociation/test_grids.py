@@ -73,7 +73,9 @@ def test_members_of_one_shape_are_one_group_and_values_are_axes_of_the_results(w
     assert [len(group) for group in result.plan.groups] == [6, 6]
     assert result.history.observed["norm"].shape == (12, 4)
     assert result.to_xarray()["diverged_at"].dims == ("width", "rate", "seed")
-    assert {*GRID.axes, "loss"} <= set(result.to_dataframe()["width", "rate", "seed", "steps"].columns)
+    assert {*GRID.axes, "loss"} <= set(
+        result.to_dataframe()["width", "rate", "seed", "steps"].columns
+    )
     assert len(repr(result)) < 300
 
 
@@ -106,7 +108,9 @@ def test_groups_change_no_bit(few, tmp_path, monkeypatch):
     assert len(whole.plan.groups) == 1
     np.testing.assert_array_equal(parts.history.loss, whole.history.loss)
     np.testing.assert_array_equal(parts.history.observed["norm"], whole.history.observed["norm"])
-    first, second = (eqx.filter(result.models_of([2, 0, 1]), eqx.is_array) for result in (whole, parts))
+    first, second = (
+        eqx.filter(result.models_of([2, 0, 1]), eqx.is_array) for result in (whole, parts)
+    )
     assert eqx.tree_equal(jax.tree.map(jnp.asarray, first), jax.tree.map(jnp.asarray, second))
 
 
@@ -115,14 +119,18 @@ def test_a_finished_sweep_is_read_and_another_refused(few, monkeypatch, tmp_path
     monkeypatch.setattr(Run, "advance", None)  # nothing is trained
     again = swept(SMALL, folder=tmp_path)
     np.testing.assert_array_equal(again.history.loss, first.history.loss)
-    assert json.loads((tmp_path / folder_module.MANIFEST).read_text())["identity"]["grid"]["axes"] == [
+    assert json.loads((tmp_path / folder_module.MANIFEST).read_text())["identity"]["grid"][
+        "axes"
+    ] == [
         "width",
         "rate",
         "seed",
     ]
     with pytest.raises(RefusedFile, match="must hold the same sweep"):
         swept(folder=tmp_path, grid=GRID)
-    with pytest.raises(ValueError, match="`checkpoint` must be .* same run, .* whose observe differs.* fresh=True"):
+    with pytest.raises(
+        ValueError, match="`checkpoint` must be .* same run, .* whose observe differs.* fresh=True"
+    ):
         swept(SMALL, folder=tmp_path, save=Save(lambda model, step, key: jnp.zeros(3)))
     earlier = json.loads((tmp_path / folder_module.MANIFEST).read_text()) | {"format": 1}
     (tmp_path / folder_module.MANIFEST).write_text(json.dumps(earlier))
@@ -135,7 +143,9 @@ def test_groups_without_checkpoints_are_trained_on_new_data(few, tmp_path):
     for path in tmp_path.glob("group-*.ckpt"):
         path.unlink()
     runs = [swept(SMALL, Epochs((X, -Y), 10), folder=folder) for folder in (tmp_path, None)]
-    kept, alone = (jax.tree.map(jnp.asarray, eqx.filter(run.models_of([0]), eqx.is_array)) for run in runs)
+    kept, alone = (
+        jax.tree.map(jnp.asarray, eqx.filter(run.models_of([0]), eqx.is_array)) for run in runs
+    )
     assert eqx.tree_equal(kept, alone)
 
 
@@ -178,7 +188,10 @@ def test_batch_normalisation_is_swept(few, normalised, made, tmp_path):
     result = sweep(aux=aux, folder=tmp_path / "kept")
     np.testing.assert_array_equal(result.history.loss, whole.history.loss)
     for members in ([0], [3, 1, 2]):
-        found, wanted = (result.models_of(members), result.aux_of(members)), (whole.models, whole.state.aux)
+        found, wanted = (
+            (result.models_of(members), result.aux_of(members)),
+            (whole.models, whole.state.aux),
+        )
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             if eqx.is_array(one):
                 np.testing.assert_array_equal(one, np.asarray(other)[members])
@@ -192,12 +205,24 @@ def test_as_many_states_as_members_are_swept(normalised):
 def test_wrong_calls(whole):
     for call, words in (
         (lambda: swept(memory_budget=1000), "`memory_budget` must be at least"),
-        (lambda: swept(grid=Grid(width=[4], rule=["a", "b"], seed=[0])), "`names` must name .* that are numbers"),
+        (
+            lambda: swept(grid=Grid(width=[4], rule=["a", "b"], seed=[0])),
+            "`names` must name .* that are numbers",
+        ),
         (lambda: whole.models_of([12]), "`members` must be places"),
         (lambda: whole.models_of([0, 6]), "`members` must have one shape"),
-        (lambda: swept(grid=Grid(width=[4], rate=[0.1], other=[1, 2])), "`grid` must hold nothing but seeds"),
-        (lambda: swept(grid=Grid(width=[4], decay=[0.1])), "`grid` must hold what the optimiser reads, .* 'rate'"),
-        (lambda: swept(grid=Grid(width=[4], rate=[0.1], observed_norm=[1])), "`grid` must have other names"),
+        (
+            lambda: swept(grid=Grid(width=[4], rate=[0.1], other=[1, 2])),
+            "`grid` must hold nothing but seeds",
+        ),
+        (
+            lambda: swept(grid=Grid(width=[4], decay=[0.1])),
+            "`grid` must hold what the optimiser reads, .* 'rate'",
+        ),
+        (
+            lambda: swept(grid=Grid(width=[4], rate=[0.1], observed_norm=[1])),
+            "`grid` must have other names",
+        ),
     ):
         with pytest.raises((KeyError, TypeError, ValueError), match=words):
             call()
@@ -214,18 +239,29 @@ class Meter:
         self.closed += 1
 
 
-def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(few, tmp_path, monkeypatch):
+def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(
+    few, tmp_path, monkeypatch
+):
     meters = []
 
     def opened(total, text):
         meters.append(Meter(total, text))
         return meters[-1]
 
-    given = {"grid": Grid(width=[4], rate=[0.1], seed=range(4)), "folder": tmp_path, "progress": opened}
+    given = {
+        "grid": Grid(width=[4], rate=[0.1], seed=range(4)),
+        "folder": tmp_path,
+        "progress": opened,
+    }
     result = swept(**given)
     swept(**given)
     planning, *trainings = meters
-    assert (planning.total, planning.steps, planning.closed, planning.text) == (1, [0, 1], 1, "planning")
+    assert (planning.total, planning.steps, planning.closed, planning.text) == (
+        1,
+        [0, 1],
+        1,
+        "planning",
+    )
     assert len(trainings) == 2
     for meter in trainings:
         assert (meter.total, meter.steps[-1], meter.closed) == (24, 24, 1)
@@ -247,7 +283,9 @@ class Terminated(Meter):
 def interrupted(given, folder):
     """Start a sweep that gets SIGTERM in its second group, and return the files that its handler finds."""
     heard = []
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append({path.name for path in folder.iterdir()}))
+    before = signal.signal(
+        signal.SIGTERM, lambda *_: heard.append({path.name for path in folder.iterdir()})
+    )
     try:
         with pytest.raises(KeyboardInterrupt):
             swept(**given, folder=folder, progress=Terminated)
@@ -258,7 +296,11 @@ def interrupted(given, folder):
 
 def test_a_sweep_is_saved_before_the_handler_of_sigterm_is_called(few, tmp_path):
     given = {"grid": Grid(width=[4], rate=[0.1], seed=range(4)), "save": Save(at=[3])}
-    assert interrupted(given, tmp_path) >= {"group-0000.trained", "group-0001.ckpt", folder_module.MANIFEST}
+    assert interrupted(given, tmp_path) >= {
+        "group-0000.trained",
+        "group-0001.ckpt",
+        folder_module.MANIFEST,
+    }
 
 
 @pytest.mark.slow
@@ -291,7 +333,9 @@ def test_the_budget_sets_the_groups(tmp_path, monkeypatch):
     halves = plan(9, memory_budget=one.peak_bytes + 4 * each)
     assert [len(group) for group in halves.groups] == [5, 4]
     assert halves.peak_bytes <= halves.budget
-    with pytest.raises(ValueError, match=f"`memory_budget` must be at least {one.peak_bytes} bytes"):
+    with pytest.raises(
+        ValueError, match=f"`memory_budget` must be at least {one.peak_bytes} bytes"
+    ):
         plan(9, memory_budget=1, save=SAVE)
 
 

@@ -21,8 +21,19 @@ COMMON = DRAWS.normal(size=(24, 2))
 X = np.concatenate([COMMON, DRAWS.normal(size=(24, 2))], 1).astype(np.float32)
 Y = (COMMON @ DRAWS.normal(size=(2, 3)) + 0.5 * DRAWS.normal(size=(24, 3))).astype(np.float32)
 PLAIN = {"num_blocks": None, "p_values": False, "baseline": False}
-PAIRS = ("debiased_cka", "debiased_rbf_cka", "rbf_cka", "distance_correlation", "rsa", "mutual_knn", "knn_jaccard")
-MORE = [pytest.param(measure, marks=() if "knn" in measure else pytest.mark.slow) for measure in PAIRS[1:]]
+PAIRS = (
+    "debiased_cka",
+    "debiased_rbf_cka",
+    "rbf_cka",
+    "distance_correlation",
+    "rsa",
+    "mutual_knn",
+    "knn_jaccard",
+)
+MORE = [
+    pytest.param(measure, marks=() if "knn" in measure else pytest.mark.slow)
+    for measure in PAIRS[1:]
+]
 
 
 def value(measure, x, y, groups=None, **options):
@@ -76,14 +87,20 @@ def by_numpy(measure, x, y, groups):
 @pytest.mark.parametrize("measure", [*PAIRS[:1], *MORE])
 def test_pairs_within_a_group_are_left_out(measure):
     options = {"num_neighbours": 3} if "knn" in measure else {}
-    assert value(measure, X, Y, SHUFFLED, **options) == pytest.approx(by_numpy(measure, X, Y, SHUFFLED), abs=2e-5)
+    assert value(measure, X, Y, SHUFFLED, **options) == pytest.approx(
+        by_numpy(measure, X, Y, SHUFFLED), abs=2e-5
+    )
     alone = value(measure, X, Y, np.arange(24), **options)
     assert alone == pytest.approx(value(measure, X, Y, **options), abs=2e-5)
     moved = 2 * X + (0 if "knn" in measure else 3)
-    assert value(measure, moved, Y, SHUFFLED, **options) == pytest.approx(by_numpy(measure, X, Y, SHUFFLED), abs=1e-4)
+    assert value(measure, moved, Y, SHUFFLED, **options) == pytest.approx(
+        by_numpy(measure, X, Y, SHUFFLED), abs=1e-4
+    )
 
 
-@pytest.mark.parametrize("comparison", ["spearman", pytest.param("kendall", marks=pytest.mark.slow), "cosine"])
+@pytest.mark.parametrize(
+    "comparison", ["spearman", pytest.param("kendall", marks=pytest.mark.slow), "cosine"]
+)
 def test_pairs_of_rdms_within_a_group_do_not_count(comparison):
     apart = np.triu(SHUFFLED[:, None] != SHUFFLED[None])
     entries = [cdist(one, one)[apart] for one in (X.astype(float), Y.astype(float))]
@@ -108,7 +125,9 @@ def test_measured_conditions_stay_together():
     alone = value("crossnobis_rsa", x, y, np.tile(np.arange(24), 2))
     assert alone == pytest.approx(value("crossnobis_rsa", x, y), abs=1e-5)
     assert value("crossnobis_rsa", x, y, groups) != pytest.approx(alone, abs=1e-3)
-    with pytest.raises(ValueError, match="`groups` must be the same in all 2 repeats of the samples"):
+    with pytest.raises(
+        ValueError, match="`groups` must be the same in all 2 repeats of the samples"
+    ):
         compare(x, y, "crossnobis_rsa", groups=np.arange(48), **PLAIN)
 
 
@@ -124,19 +143,25 @@ def test_the_jackknife_weighs_blocks_by_their_size():
     assert float(found.estimate) == pytest.approx(estimate, abs=1e-5)
     assert float(found.standard_error) == pytest.approx(error, abs=1e-5)
     equal = jackknife_interval(np.float32(whole), left.astype(np.float32))
-    assert float(equal.standard_error) == pytest.approx(np.sqrt(3 / 4 * np.sum((left - left.mean()) ** 2)), abs=1e-5)
+    assert float(equal.standard_error) == pytest.approx(
+        np.sqrt(3 / 4 * np.sum((left - left.mean()) ** 2)), abs=1e-5
+    )
 
 
 def test_blocks_hold_whole_groups():
     """Unequal groups, one at a time, against the value of each remainder."""
-    found = compare(X, Y, "debiased_cka", groups=SHUFFLED, num_blocks=9, p_values=False, baseline=False)
+    found = compare(
+        X, Y, "debiased_cka", groups=SHUFFLED, num_blocks=9, p_values=False, baseline=False
+    )
     rows = [np.flatnonzero(group != SHUFFLED) for group in range(9)]
     left = [by_numpy("debiased_cka", X[kept], Y[kept], SHUFFLED[kept]) for kept in rows]
     sizes = np.bincount(SHUFFLED).astype(float)
     whole = by_numpy("debiased_cka", X, Y, SHUFFLED)
     expected = jackknife_interval(np.array(whole), np.array(left), sizes=sizes, bounds=(-1.0, 1.0))
     for name in ("estimate", "low", "high", "standard_error"):
-        assert float(getattr(found, name)) == pytest.approx(float(getattr(expected, name)), abs=1e-4)
+        assert float(getattr(found, name)) == pytest.approx(
+            float(getattr(expected, name)), abs=1e-4
+        )
 
 
 def by_halves(x, y, rows):
@@ -150,7 +175,10 @@ def test_folds_hold_whole_groups():
     numbers = group_numbers(SHUFFLED, 24)
     even = numbers % 2 == 0
     assert value(measure, X, Y, SHUFFLED) == pytest.approx(X[even].sum() * Y[even].sum(), rel=1e-4)
-    copies = np.repeat(DRAWS.normal(size=(20, 30)), 5, 0), np.repeat(DRAWS.normal(size=(20, 2)), 5, 0)
+    copies = (
+        np.repeat(DRAWS.normal(size=(20, 30)), 5, 0),
+        np.repeat(DRAWS.normal(size=(20, 2)), 5, 0),
+    )
     labels = np.repeat(np.arange(20), 5)
     order = DRAWS.permutation(100)
     x, y, labels = (one[order] for one in (*copies, labels))
@@ -176,10 +204,15 @@ def test_orders_exchange_groups_of_equal_size():
     assert float(test.p_value) == pytest.approx(expected)
     assert test.num_draws == 23
     few = np.repeat(np.arange(5), [1, 2, 2, 2, 4])
-    with pytest.warns(RuntimeWarning, match=r"groups of equal size have 6 orders \(1 of 1, 3 of 2, 1 of 4 samples\)"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"groups of equal size have 6 orders \(1 of 1, 3 of 2, 1 of 4 samples\)",
+    ):
         assert np.isnan(compare(x, y, groups=few, num_blocks=None).p_values)
     with pytest.warns(RuntimeWarning, match="fewer than 20: p-values and values by chance are NaN"):
-        assert np.isnan(permutation_test("debiased_cka", x, y, groups=few, key=jax.random.key(0)).p_value)
+        assert np.isnan(
+            permutation_test("debiased_cka", x, y, groups=few, key=jax.random.key(0)).p_value
+        )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -192,7 +225,10 @@ def test_samples_that_repeat_others_are_counted(dtype):
     assert [num_distinct([one, y]) for one in (x, near, offset, 1e-20 * near)] == [30] * 4
     assert num_distinct([x, DRAWS.normal(size=(90, 2)).astype(dtype)]) == 90
     assert num_distinct([x + 1e-4 * DRAWS.normal(size=x.shape).astype(dtype), y]) == 90
-    assert num_distinct([DRAWS.normal(size=(20_000, 1)).astype(dtype), np.arange(20_000) % 3]) >= 19_990
+    assert (
+        num_distinct([DRAWS.normal(size=(20_000, 1)).astype(dtype), np.arange(20_000) % 3])
+        >= 19_990
+    )
     single = x.copy()
     single[order == 0] *= 1e6
     assert num_distinct([single, y]) == 31
@@ -228,13 +264,20 @@ def test_a_probe_predicts_groups_that_it_has_not_seen():
     assert linear_probe_fit(x, labels, groups=groups).probabilities.shape == held_out.shape
     budgets = transfer_errors(x, labels, key=jax.random.key(0), fractions=(0.5, 1.0), groups=groups)
     assert float(budgets[-1]) > 0.3
-    with pytest.warns(RuntimeWarning, match="40 of 400 samples are distinct.*copies of a held-out sample are fitted"):
+    with pytest.warns(
+        RuntimeWarning,
+        match="40 of 400 samples are distinct.*copies of a held-out sample are fitted",
+    ):
         linear_probe(np.repeat(centres, 10, 0), np.repeat(labels[:40], 10))
-    with pytest.raises(ValueError, match=r"`groups` must label at least `num_splits` \(10\) groups, got 4"):
+    with pytest.raises(
+        ValueError, match=r"`groups` must label at least `num_splits` \(10\) groups, got 4"
+    ):
         linear_probe(x[:40], labels[:40], groups=np.arange(40) // 10)
 
 
-@pytest.mark.parametrize(("folds", "shuffled"), [("stratified", False), ("stratified", True), ("contiguous", False)])
+@pytest.mark.parametrize(
+    ("folds", "shuffled"), [("stratified", False), ("stratified", True), ("contiguous", False)]
+)
 def test_folds_of_probes_hold_whole_groups(folds, shuffled):
     from dissociation.measures._softmax_solver import fold_of_samples
 
@@ -242,9 +285,15 @@ def test_folds_of_probes_hold_whole_groups(folds, shuffled):
     labels = (groups % 3).astype(np.int32)
     key = jax.random.key(0) if shuffled else None
     for count in (120, 90):
-        found = np.asarray(fold_of_samples(jnp.asarray(labels), 4, jnp.asarray(count), key, folds, jnp.asarray(groups)))
+        found = np.asarray(
+            fold_of_samples(
+                jnp.asarray(labels), 4, jnp.asarray(count), key, folds, jnp.asarray(groups)
+            )
+        )
         assert (found[count:] == 4).all()
-        used = [np.unique(found[:count][groups[:count] == group]) for group in np.unique(groups[:count])]
+        used = [
+            np.unique(found[:count][groups[:count] == group]) for group in np.unique(groups[:count])
+        ]
         assert all(len(fold) == 1 for fold in used)
         sizes = np.bincount(np.concatenate(used))
         assert sizes.max() - sizes.min() <= 1
@@ -272,15 +321,25 @@ def test_groups_may_be_named(unchecked):
     frame = pd.DataFrame(X, columns=list("abcd")).assign(subject=names)
     other = pd.DataFrame(Y, columns=list("efg"))
     assert value("debiased_cka", frame, other, "subject") == pytest.approx(expected)
-    assert value("debiased_cka", frame, other.assign(subject=names), "subject") == pytest.approx(expected)
+    assert value("debiased_cka", frame, other.assign(subject=names), "subject") == pytest.approx(
+        expected
+    )
     levels = frame.set_index("subject", append=True)
     assert value("debiased_cka", levels, Y, "subject") == pytest.approx(expected)
     array = xarray.DataArray(X, dims=("sample", "neuron"), coords={"subject": ("sample", names)})
-    assert value("debiased_cka", {"layer": array}, {"layer": Y}, "subject") == pytest.approx(expected)
-    assert value("debiased_cka", frame.drop(columns="subject"), other, frame["subject"]) == pytest.approx(expected)
+    assert value("debiased_cka", {"layer": array}, {"layer": Y}, "subject") == pytest.approx(
+        expected
+    )
+    assert value(
+        "debiased_cka", frame.drop(columns="subject"), other, frame["subject"]
+    ) == pytest.approx(expected)
     z = information(frame, other, groups="subject", num_neighbours=2)
-    assert float(z.value) == pytest.approx(float(information(X, Y, groups=names, num_neighbours=2).value), nan_ok=True)
-    with pytest.raises(ValueError, match="`groups` must be one label per sample, or the name of a column"):
+    assert float(z.value) == pytest.approx(
+        float(information(X, Y, groups=names, num_neighbours=2).value), nan_ok=True
+    )
+    with pytest.raises(
+        ValueError, match="`groups` must be one label per sample, or the name of a column"
+    ):
         compare(frame.drop(columns="subject"), other, groups="animal")
     with pytest.raises(ValueError, match="`groups` must be the same in all frames"):
         compare(frame, other.assign(subject=names[::-1]), groups="subject")
@@ -289,11 +348,17 @@ def test_groups_may_be_named(unchecked):
 @pytest.mark.parametrize(
     ("groups", "match"),
     [
-        (np.arange(23), r"`groups` must be 24 integers or texts, the label of each sample, got shape \(23,\)"),
+        (
+            np.arange(23),
+            r"`groups` must be 24 integers or texts, the label of each sample, got shape \(23,\)",
+        ),
         (np.full(24, 0.5), "got 0.5 of type float"),
         (np.array(["a", None] * 12, object), "got None of type NoneType"),
         (np.arange(24) // 8, "`groups` must label at least 4 groups, got 3"),
-        (np.minimum(np.arange(24) // 2, 5), "leave at least 15 samples outside of the largest, of 14 samples, got 10"),
+        (
+            np.minimum(np.arange(24) // 2, 5),
+            "leave at least 15 samples outside of the largest, of 14 samples, got 10",
+        ),
     ],
 )
 def test_wrong_groups_are_named(groups, match):
@@ -309,7 +374,10 @@ def test_independent_stimuli_with_repeats_are_not_similar():
     passed = []
     for seed in range(8):
         rng = np.random.default_rng(seed)
-        x, y = (np.repeat(rng.normal(size=(40, 5)), 5, 0) + 0.1 * rng.normal(size=(200, 5)) for _ in range(2))
+        x, y = (
+            np.repeat(rng.normal(size=(40, 5)), 5, 0) + 0.1 * rng.normal(size=(200, 5))
+            for _ in range(2)
+        )
         found = compare(x, y, groups=np.repeat(np.arange(40), 5), num_orders=19)
         passed.append((float(found.p_values) > 0.05, found.low <= 0 <= found.high))
     small, covered = np.mean(passed, 0)
@@ -325,7 +393,10 @@ def test_rows_of_a_time_series_are_named():
     related = rows + 0.3 * rng.normal(size=(200, 1)).astype(np.float32)
     order = np.argsort(rows[:, 0])
     for pair in (walks, (rows[order], related[order])):
-        with pytest.warns(RuntimeWarning, match="rows of `x` and `z` resemble the rows before them.*sorted by a value"):
+        with pytest.warns(
+            RuntimeWarning,
+            match="rows of `x` and `z` resemble the rows before them.*sorted by a value",
+        ):
             information(*pair)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -17,8 +17,12 @@ pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
 def layers_of(model, inputs, groups):
     """Hidden layers by name, and pairs of a layer and the size of a group that it makes."""
     names = program_of(model, None).layers
-    made = {(names[slot.leaf], g.size) for g in groups.values() for slot in g.slots if not slot.outgoing}
-    return {name: array for name, array in representations(model, inputs).items() if name != "logits"}, made
+    made = {
+        (names[slot.leaf], g.size) for g in groups.values() for slot in g.slots if not slot.outgoing
+    }
+    return {
+        name: array for name, array in representations(model, inputs).items() if name != "logits"
+    }, made
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -26,13 +30,20 @@ def test_all_groups_are_found_and_name_representations(name):
     model, inputs, groups = one(name)
     letters = {"s": "scaling", "g": "sharing", "r": "linear"}
     found = {
-        name: (group.size, "".join(k for k, part in letters.items() if getattr(group, part) is not None))
+        name: (
+            group.size,
+            "".join(k for k, part in letters.items() if getattr(group, part) is not None),
+        )
         for name, group in groups.items()
     }
     assert found == ZOO[name].groups
-    assert {name: group.copies for name, group in groups.items() if group.copies > 1} == ZOO[name].copies
+    assert {name: group.copies for name, group in groups.items() if group.copies > 1} == ZOO[
+        name
+    ].copies
     alone = neuron_groups(model, inputs[0], single=True)
-    assert {name: group.size for name, group in alone.items()} == {name: size for name, (size, _) in found.items()}
+    assert {name: group.size for name, group in alone.items()} == {
+        name: size for name, (size, _) in found.items()
+    }
     hidden, made = layers_of(model, inputs, groups)
     for layer, array in hidden.items():  # neurons may lie at several positions or in several copies
         assert any(array.shape[-1] % size == 0 for maker, size in made if maker == layer), layer
@@ -47,14 +58,19 @@ CHAINS = {
 RESIDUAL = {
     "residual convolutional": lambda key: ResNet(5, 3, channels=4, key=key),
     "transformer": lambda key: Transformer(5, 3, size=8, heads=2, patch=14, key=key),
-    "residual bilinear": lambda key: BilinearNetwork(784, 5, 3, num_layers=2, residual=True, key=key),
+    "residual bilinear": lambda key: BilinearNetwork(
+        784, 5, 3, num_layers=2, residual=True, key=key
+    ),
     "perceptron in a scan": lambda key: eqx.nn.MLP(784, 3, 5, 4, scan=True, key=key),
 }
 
 
 @pytest.mark.parametrize("name", [*CHAINS, *RESIDUAL])
 def test_groups_and_representations_have_the_same_names(name):
-    model, inputs = (CHAINS | RESIDUAL)[name](jax.random.key(0)), jax.random.normal(jax.random.key(1), (5, 784))
+    model, inputs = (
+        (CHAINS | RESIDUAL)[name](jax.random.key(0)),
+        jax.random.normal(jax.random.key(1), (5, 784)),
+    )
     groups = neuron_groups(model, inputs[0])
     hidden, made = layers_of(model, inputs, groups)
     sizes = {layer: array.shape[-1] for layer, array in hidden.items()}
@@ -62,7 +78,9 @@ def test_groups_and_representations_have_the_same_names(name):
     assert ({layer: group.size for layer, group in groups.items()} == sizes) == (name in CHAINS)
     for layer in hidden if name.startswith("perceptron of") else ():
         read = next(slot for slot in groups[layer].slots if slot.outgoing)
-        np.testing.assert_allclose(layer_inputs(model, inputs, read.path).rows, hidden[layer], rtol=1e-5)
+        np.testing.assert_allclose(
+            layer_inputs(model, inputs, read.path).rows, hidden[layer], rtol=1e-5
+        )
 
 
 def test_slots_say_where_neurons_lie():
@@ -99,7 +117,9 @@ def test_neurons_that_are_alone_are_found_where_asked_for():
         (lambda h, gain: jnp.take(h, jnp.array([0]) * 1) * gain[:1] + gain, "it is"),
         (lambda h, gain: (h[None] * gain[:, None]).reshape(-1), ""),  # read where it was flattened
     ):
-        report = group_report(arrays, jnp.ones(3), call=lambda a, x, move=move: after(x, a, move), single=True)
+        report = group_report(
+            arrays, jnp.ones(3), call=lambda a, x, move=move: after(x, a, move), single=True
+        )
         assert report.frozen.get("[0][0]", "").startswith(reason)
         assert ("[0]" in report.groups) == (not reason)
         plain = neuron_groups(arrays, jnp.ones(3), call=lambda a, x, move=move: after(x, a, move))
@@ -129,7 +149,9 @@ def test_what_stands_still_says_why():
     assert report.frozen[".layers[1].weight[0]"] == "the output has it"
     assert "is fixed: the input has it" in str(report)
     ramp = jnp.arange(8.0)
-    tilted = group_report(model, jnp.ones(5), call=lambda m, x: m.layers[1](jax.nn.relu(m.layers[0](x)) * ramp))
+    tilted = group_report(
+        model, jnp.ones(5), call=lambda m, x: m.layers[1](jax.nn.relu(m.layers[0](x)) * ramp)
+    )
     assert not tilted.groups
     assert tilted.frozen[".layers[0].weight[0]"] == "a constant differs along it"
     unused = group_report(model, jnp.ones(5), call=lambda m, x: m.layers[0](x))
@@ -139,11 +161,16 @@ def test_what_stands_still_says_why():
 def test_what_is_no_model_of_the_example_is_refused():
     model, x = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)), jnp.ones(4)
     for find in (neuron_groups, group_report):
-        with pytest.raises(TypeError, match="`example` must be arrays, .* Is `model` given second?"):
+        with pytest.raises(
+            TypeError, match="`example` must be arrays, .* Is `model` given second?"
+        ):
             find(x, model)
         with pytest.raises(TypeError, match="`model` must take `example`, got MLP"):
             find(model, jnp.ones(6))
-        with pytest.raises(TypeError, match="`model` must hold arrays of floating-point .*closes over are not found"):
+        with pytest.raises(
+            TypeError,
+            match="`model` must hold arrays of floating-point .*closes over are not found",
+        ):
             find(lambda x: model(x), x)
         with pytest.raises(TypeError, match="`model` must return arrays for `example`"):
             find([jnp.ones((3, 2))], jnp.ones(3), call=lambda p, x: None)

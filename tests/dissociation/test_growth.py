@@ -81,8 +81,14 @@ def test_static_sizes_of_a_perceptron_follow():
     half = rewrites.duplicate(groups["layers[1]"], 2)(model)
     assert half.width_size == 8  # one layer of two is wider
     wide = rewrites.duplicate(groups["layers[0]"], 2)(half)
-    assert jax.tree.structure(wide) == jax.tree.structure(eqx.nn.MLP(5, 3, 16, 2, key=jax.random.key(0)))
-    assert [(layer.in_features, layer.out_features) for layer in wide.layers] == [(5, 16), (16, 16), (16, 3)]
+    assert jax.tree.structure(wide) == jax.tree.structure(
+        eqx.nn.MLP(5, 3, 16, 2, key=jax.random.key(0))
+    )
+    assert [(layer.in_features, layer.out_features) for layer in wide.layers] == [
+        (5, 16),
+        (16, 16),
+        (16, 3),
+    ]
 
 
 def test_static_sizes_of_convolutions_and_their_normalisation_follow():
@@ -100,7 +106,9 @@ def transformer():
         return one("transformer")
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("query_proj", (8, 4, 4, 32)), ("value_proj", (4, 4, 8, 16))])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("query_proj", (8, 4, 4, 32)), ("value_proj", (4, 4, 8, 16))]
+)
 def test_static_sizes_of_attention_follow(transformer, name, sizes):
     model, _, groups = transformer
     wide = rewrites.duplicate(groups[f"blocks[0].attention.{name}"], 2)(model).blocks[0].attention
@@ -118,9 +126,14 @@ def test_modules_that_keep_their_size_are_named_or_registered():
     keys = jax.random.split(jax.random.key(0))
     model = Keeps([eqx.nn.Linear(5, 8, key=keys[0]), eqx.nn.Linear(8, 3, key=keys[1])], 8)
     group = neuron_groups(model, jnp.ones(5))["layers[0]"]
-    with pytest.raises(TypeError, match="run with another number of neurons in layers.*[^.][.] If.*refitted.register"):
+    with pytest.raises(
+        TypeError,
+        match="run with another number of neurons in layers.*[^.][.] If.*refitted.register",
+    ):
         rewrites.duplicate(group, 2)(model)
-    rewrites.refitted.register(Keeps, lambda module: Keeps(module.layers, module.layers[0].out_features))
+    rewrites.refitted.register(
+        Keeps, lambda module: Keeps(module.layers, module.layers[0].out_features)
+    )
     wide = rewrites.duplicate(group, 2)(model)
     assert wide.size == 16
     np.testing.assert_allclose(wide(jnp.ones(5)), model(jnp.ones(5)), rtol=1e-5)
@@ -147,7 +160,10 @@ def first_layer(model, inputs):
 
 CLASSES = np.arange(30) * 7 % 5
 ROWS = np.arange(30) // 5
-PRODUCTS = {"classes": CLASSES[:, None] == CLASSES, "checkerboard": 0.5 + ((ROWS[:, None] + ROWS) % 2 == 0)}
+PRODUCTS = {
+    "classes": CLASSES[:, None] == CLASSES,
+    "checkerboard": 0.5 + ((ROWS[:, None] + ROWS) % 2 == 0),
+}
 """Blocks of permuted classes, and a checkerboard with its floor."""
 
 
@@ -165,7 +181,9 @@ def test_products_of_activities_are_planted(dtype, name):
     model, group, inputs = full_rank(dtype)
     off = ~np.eye(30, dtype=bool)
     target = PRODUCTS[name].astype(dtype)
-    rewritten = rewrites.plant_rsm(group, model, inputs, target, num_neurons=20, key=jax.random.key(0))(model)
+    rewritten = rewrites.plant_rsm(
+        group, model, inputs, target, num_neurons=20, key=jax.random.key(0)
+    )(model)
     assert change(model, rewritten, inputs) < (1e-3 if dtype == "float32" else 1e-10)
     correlations = []
     for network in (model, rewritten):
@@ -182,7 +200,9 @@ def test_products_that_no_activities_have_are_refused():
     with pytest.raises(ValueError, match=r"`rsm` must have shape \(30, 30\)"):
         rewrites.plant_rsm(group, model, inputs, np.ones((3, 3), np.float32), key=jax.random.key(0))
     with pytest.raises(ValueError, match="`rsm` must be symmetric, non-negative"):
-        rewrites.plant_rsm(group, model, inputs, -np.ones((30, 30), np.float32), key=jax.random.key(0))
+        rewrites.plant_rsm(
+            group, model, inputs, -np.ones((30, 30), np.float32), key=jax.random.key(0)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +218,9 @@ def planted_on():
 @pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist], ids=["integers", "lists"])
 def test_patterns_are_planted_on_inputs_of_any_kind(planted_on, convert):
     model, group, inputs, target = planted_on
-    rewrite = rewrites.plant_rsm(group, model, convert(inputs), target, num_neurons=5, key=jax.random.key(1))
+    rewrite = rewrites.plant_rsm(
+        group, model, convert(inputs), target, num_neurons=5, key=jax.random.key(1)
+    )
     hidden = first_layer(rewrite(model), inputs)
     products = hidden @ hidden.T
     assert np.abs(products / products[0, 0] - target).max() < 0.1
@@ -206,7 +228,9 @@ def test_patterns_are_planted_on_inputs_of_any_kind(planted_on, convert):
 
 def test_patterns_are_planted_in_half_precision(planted_on):
     model, _, inputs, target = planted_on
-    half = jax.tree.map(lambda leaf: np.asarray(leaf, np.float16) if eqx.is_inexact_array(leaf) else leaf, model)
+    half = jax.tree.map(
+        lambda leaf: np.asarray(leaf, np.float16) if eqx.is_inexact_array(leaf) else leaf, model
+    )
     examples = inputs.astype(np.float16)
     group = neuron_groups(half, examples[0])["layers[0]"]
     options = {"num_neurons": 5, "largest": 4.0, "key": jax.random.key(1)}
@@ -219,9 +243,13 @@ def test_inputs_and_groups_that_allow_no_pattern_are_refused(planted_on):
     model, group, inputs, target = planted_on
     with pytest.raises(ValueError, match="`inputs` must be finite"):
         rewrites.plant_rsm(group, model, inputs * np.nan, target, key=jax.random.key(1))
-    with pytest.raises(ValueError, match="`inputs` must lead to incoming weights that are not zero"):
+    with pytest.raises(
+        ValueError, match="`inputs` must lead to incoming weights that are not zero"
+    ):
         rewrites.plant_rsm(group, model, inputs * 0.0, target, key=jax.random.key(1))
-    silent = eqx.tree_at(lambda network: network.layers[0].weight, model, np.zeros((12, 9), np.float32))
+    silent = eqx.tree_at(
+        lambda network: network.layers[0].weight, model, np.zeros((12, 9), np.float32)
+    )
     with pytest.raises(ValueError, match="`group` must lead to incoming weights that are not zero"):
         rewrites.plant_rsm(group, silent, inputs, target, key=jax.random.key(1))
 
@@ -254,32 +282,58 @@ class Tied(eqx.Module):
 def convolutional(*parts, norm=None):
     """Convolutions of (inputs, outputs, groups), with ReLU between them."""
     keys = iter(jax.random.split(jax.random.key(0), len(parts)))
-    layers = [layer for p in parts for layer in (eqx.nn.Conv1d(*p[:2], 3, groups=p[2], key=next(keys)), LAMBDA)][:-1]
+    layers = [
+        layer
+        for p in parts
+        for layer in (eqx.nn.Conv1d(*p[:2], 3, groups=p[2], key=next(keys)), LAMBDA)
+    ][:-1]
     return eqx.nn.Sequential(layers[:1] + ([norm] if norm else []) + layers[1:])
 
 
 def dense(norm):
     keys = jax.random.split(jax.random.key(0))
-    return eqx.nn.Sequential([eqx.nn.Linear(5, 8, key=keys[0]), norm, LAMBDA, eqx.nn.Linear(8, 3, key=keys[1])])
+    return eqx.nn.Sequential(
+        [eqx.nn.Linear(5, 8, key=keys[0]), norm, LAMBDA, eqx.nn.Linear(8, 3, key=keys[1])]
+    )
 
 
 def normed(weights_of):
     """Two hidden layers; the weights of the second are normalised."""
     keys = jax.random.split(jax.random.key(0), 3)
-    first, second, third = (eqx.nn.Linear(i, o, key=key) for i, o, key in zip((5, 8, 6), (8, 6, 3), keys, strict=True))
+    first, second, third = (
+        eqx.nn.Linear(i, o, key=key) for i, o, key in zip((5, 8, 6), (8, 6, 3), keys, strict=True)
+    )
     return eqx.nn.Sequential([first, LAMBDA, weights_of(second), LAMBDA, third])
 
 
 LAMBDA = eqx.nn.Lambda(relu)
-SPECTRAL = eqx.nn.make_with_state(normed)(lambda layer: eqx.nn.SpectralNorm(layer, "weight", key=jax.random.key(1)))
-TOKENS, SIGNALS, VECTORS = jnp.arange(12).reshape(6, 2) % 7, jnp.sin(jnp.arange(144.0)).reshape(6, 2, 12), A[:6]
+SPECTRAL = eqx.nn.make_with_state(normed)(
+    lambda layer: eqx.nn.SpectralNorm(layer, "weight", key=jax.random.key(1))
+)
+TOKENS, SIGNALS, VECTORS = (
+    jnp.arange(12).reshape(6, 2) % 7,
+    jnp.sin(jnp.arange(144.0)).reshape(6, 2, 12),
+    A[:6],
+)
 HOLD_SIZES = {
     "several of each": (convolutional((2, 6, 1), (6, 12, 6), (12, 3, 1)), SIGNALS, 2),
     "grouped": (convolutional((2, 6, 1), (6, 8, 2), (8, 3, 1)), SIGNALS, 3),
-    "grouped, then depthwise": (convolutional((2, 6, 1), (6, 8, 2), (8, 8, 8), (8, 3, 1)), SIGNALS, 3),
-    "channels by themselves": (convolutional((2, 6, 1), (6, 3, 1), norm=eqx.nn.GroupNorm(6, 6)), SIGNALS, 1),
+    "grouped, then depthwise": (
+        convolutional((2, 6, 1), (6, 8, 2), (8, 8, 8), (8, 3, 1)),
+        SIGNALS,
+        3,
+    ),
+    "channels by themselves": (
+        convolutional((2, 6, 1), (6, 3, 1), norm=eqx.nn.GroupNorm(6, 6)),
+        SIGNALS,
+        1,
+    ),
     "slopes": (dense(eqx.nn.Lambda(eqx.nn.PReLU(jnp.full(8, 0.3)))), VECTORS, 1),
-    "lengths of weights": (normed(eqx.nn.WeightNorm), VECTORS, 1),  # not of those who read a length's weights
+    "lengths of weights": (
+        normed(eqx.nn.WeightNorm),
+        VECTORS,
+        1,
+    ),  # not of those who read a length's weights
     "largest stretch of weights": (SPECTRAL, VECTORS, 2),
     "tokens": (Embedded(A[:7], eqx.nn.Linear(5, 3, key=jax.random.key(0))), TOKENS, 1),
     "tied": (Tied(jax.random.key(0)), TOKENS, 1),
@@ -301,7 +355,9 @@ GROUPS = [
 def test_modules_that_hold_sizes_grow(name, index):
     """Neurons are duplicated, and new ones added to the wider group that is found in the wider model."""
     model, inputs, count = HOLD_SIZES[name]
-    able = [group for group in neuron_groups(model, inputs[0]).values() if group.sharing is not None]
+    able = [
+        group for group in neuron_groups(model, inputs[0]).values() if group.sharing is not None
+    ]
     assert len(able) == count
     group = able[index]
     grown = rewrites.duplicate(group, 1.5)(model)
@@ -313,10 +369,14 @@ def test_modules_that_hold_sizes_grow(name, index):
 
 @pytest.mark.parametrize("norm", [eqx.nn.LayerNorm(8), eqx.nn.GroupNorm(2, 8)])
 def test_neurons_that_a_statistic_is_taken_over_do_not_grow(norm):
-    own = [group for group in neuron_groups(dense(norm), VECTORS[0]).values() if group.size != 2]  # no whole groups
+    own = [
+        group for group in neuron_groups(dense(norm), VECTORS[0]).values() if group.size != 2
+    ]  # no whole groups
     assert own
     for group in own:
-        with pytest.raises(ValueError, match="widened, got .*: a statistic is taken over its neurons.$"):
+        with pytest.raises(
+            ValueError, match="widened, got .*: a statistic is taken over its neurons.$"
+        ):
             rewrites.duplicate(group, 2)
 
 
@@ -338,32 +398,51 @@ COUNTING = {
 
 @pytest.mark.parametrize("name", COUNTING)
 def test_programs_that_count_neurons_are_refused(name):
-    model = {"w": jax.random.normal(jax.random.key(0), (20, 6)), "v": jax.random.normal(jax.random.key(1), (6, 2))}
+    model = {
+        "w": jax.random.normal(jax.random.key(0), (20, 6)),
+        "v": jax.random.normal(jax.random.key(1), (6, 2)),
+    }
     x = jax.random.normal(jax.random.key(3), (20,))
 
     def call(p, x, number=None):
         return COUNTING[name](relu(x @ p["w"]) @ p["v"], number or p["w"].shape[1], x)
 
     (group,) = neuron_groups(model, x, call=call).values()
-    for rewrite in (rewrites.duplicate(group, 1.5), rewrites.add_nuisance(group, 3, key=jax.random.key(2))):
-        with pytest.raises(ValueError, match="whose number of neurons the function does not depend on"):
+    for rewrite in (
+        rewrites.duplicate(group, 1.5),
+        rewrites.add_nuisance(group, 3, key=jax.random.key(2)),
+    ):
+        with pytest.raises(
+            ValueError, match="whose number of neurons the function does not depend on"
+        ):
             rewrite(model)
     plain = lambda p, x: call(p, x, 6)  # noqa: E731
     (group,) = neuron_groups(model, x, call=plain).values()
-    np.testing.assert_allclose(plain(rewrites.duplicate(group, 1.5)(model), x), plain(model, x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        plain(rewrites.duplicate(group, 1.5)(model), x), plain(model, x), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("read", [lambda v: 1 / v, lambda v: jnp.abs(v) ** -0.5])
 def test_what_is_divided_by_is_not_silenced_by_zeros(read):
     call = lambda p, x: jax.nn.relu(x @ p["w"]) @ read(p["v"])  # noqa: E731
-    model = {"w": jax.random.normal(jax.random.key(0), (3, 4)), "v": jax.random.normal(jax.random.key(1), (4, 2))}
+    model = {
+        "w": jax.random.normal(jax.random.key(0), (3, 4)),
+        "v": jax.random.normal(jax.random.key(1), (4, 2)),
+    }
     (group,) = neuron_groups(model, jnp.ones(3), call=call).values()
-    for rewrite in (rewrites.duplicate(group), rewrites.add_nuisance(group, 2, key=jax.random.key(0))):
-        np.testing.assert_allclose(call(rewrite(model), jnp.ones(3)), call(model, jnp.ones(3)), rtol=1e-5)
+    for rewrite in (
+        rewrites.duplicate(group),
+        rewrites.add_nuisance(group, 2, key=jax.random.key(0)),
+    ):
+        np.testing.assert_allclose(
+            call(rewrite(model), jnp.ones(3)), call(model, jnp.ones(3)), rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
-    "call", [lambda p, x: p[1] @ jnp.sqrt(20 - p[0] @ x), lambda p, x: p[1] @ (jnp.log(9 - p[0]) @ x)]
+    "call",
+    [lambda p, x: p[1] @ jnp.sqrt(20 - p[0] @ x), lambda p, x: p[1] @ (jnp.log(9 - p[0]) @ x)],
 )
 def test_new_neurons_that_are_no_numbers_are_refused(call):
     model = [jnp.abs(A), B]

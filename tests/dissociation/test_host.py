@@ -13,7 +13,16 @@ from scipy import stats
 
 import dissociation
 from dissociation._core import checks
-from dissociation.plotting import band, differences, drawn_as, heat, house_style, letter, look, summarise
+from dissociation.plotting import (
+    band,
+    differences,
+    drawn_as,
+    heat,
+    house_style,
+    letter,
+    look,
+    summarise,
+)
 from dissociation.training import _progress as progress_module
 from dissociation.training import log_spaced_steps
 from dissociation.training._progress import BarMeter, open_meter
@@ -46,13 +55,17 @@ def test_a_terminal_has_one_bar_that_moves(monkeypatch):
 
 def test_a_file_has_a_line_now_and_then(capsys, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    monkeypatch.setattr(
+        progress_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    )
     meter = open_meter("terminal", 20, "training")
     for step in range(20):
         meter.advance(step, f"loss {step}")
         now[0] += BarMeter.SECONDS / 4.5
     shown = capsys.readouterr().err
-    assert [line.split("loss ")[1] for line in shown.splitlines()] == [f"{step}]" for step in (0, 5, 10, 15)]
+    assert [line.split("loss ")[1] for line in shown.splitlines()] == [
+        f"{step}]" for step in (0, 5, 10, 15)
+    ]
     assert "\r" not in shown
     meter.advance(20, "loss 20")
     meter.close()
@@ -79,9 +92,17 @@ def test_a_summary_is_that_of_the_members_that_are_finite():
 
 def test_members_are_drawn_where_an_interval_would_mislead():
     curves = np.random.default_rng(0).normal(scale=0.01, size=(8, 5)) + np.linspace(0, 1, 5)
-    stuck, one = (np.where(np.arange(8)[:, None] < number, 0.0, curves) for number in (2, 1))  # one is no group
+    stuck, one = (
+        np.where(np.arange(8)[:, None] < number, 0.0, curves) for number in (2, 1)
+    )  # one is no group
     x = np.arange(5.0)
-    for drawn, lines, bands in ((curves, 1, 1), (stuck, 9, 0), (one, 1, 1), (curves[:3], 4, 0), (curves[:1], 1, 0)):
+    for drawn, lines, bands in (
+        (curves, 1, 1),
+        (stuck, 9, 0),
+        (one, 1, 1),
+        (curves[:3], 4, 0),
+        (curves[:1], 1, 0),
+    ):
         _, axes = plt.subplots()
         band(axes, x, drawn, label="a", within=(0.0, 0.9))
         assert (len(axes.lines), len(axes.collections)) == (lines, bands)
@@ -119,7 +140,10 @@ def test_letters_in_order_and_looks_apart_without_colour():
     with house_style():
         assert not plt.rcParams["axes.spines.top"]
     assert plt.rcParams["axes.spines.top"] == before
-    assert [(text.get_text(), text.get_color()) for text in axes[0].texts[1:]] == [("no", "white"), ("yes", "black")]
+    assert [(text.get_text(), text.get_color()) for text in axes[0].texts[1:]] == [
+        ("no", "white"),
+        ("yes", "black"),
+    ]
     plt.close()
 
 
@@ -129,7 +153,9 @@ def test_checks_speak_one_language():
             checks.check_positive("x", value)
     with pytest.raises(ValueError, match=r"`x` must be finite, got nan at index \(1, 0\)"):
         checks.check_finite("x", np.array([[1.0], [np.nan]]))
-    with pytest.raises(TypeError, match=r"`n` must be a Python integer \(it sets a shape\), got True"):
+    with pytest.raises(
+        TypeError, match=r"`n` must be a Python integer \(it sets a shape\), got True"
+    ):
         checks.check_count("n", True)
     jax.jit(lambda x: checks.check_positive("x", x))(-1.0)  # traced: passes
 

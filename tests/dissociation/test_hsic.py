@@ -40,10 +40,14 @@ def test_against_the_definition_in_float64():
     centre = np.eye(60) - 1 / 60
     y = np.eye(4)[labels]
     for options, sigma in (({"sigma": 0.1}, 0.1), ({}, 5.0)):
-        gram_z, gram_x = (centre @ reference_gram(part.astype(float), sigma) @ centre for part in (z, x))
+        gram_z, gram_x = (
+            centre @ reference_gram(part.astype(float), sigma) @ centre for part in (z, x)
+        )
         expected = [reference_hsic(gram_z, gram_x), reference_hsic(gram_z, y @ y.T)]
         with jax.enable_x64(True):
-            plane = plane_of(z.astype(float), x.astype(float), y, batch_size=60, num_passes=1, **options)
+            plane = plane_of(
+                z.astype(float), x.astype(float), y, batch_size=60, num_passes=1, **options
+            )
             np.testing.assert_allclose([plane.zx, plane.zy], expected, rtol=1e-9)
     # One batch of all samples, in another order, and in float32.
     plane = plane_of(z, x, y.astype(np.float32), batch_size=60, num_passes=2)
@@ -55,7 +59,13 @@ def test_the_median_is_that_of_a_sort(number):
     """Bit for bit, with ties, zeros, infinities and what is not a number; its derivative is shared by equals."""
     drawn = np.random.default_rng(number).random(number)
     spoilt = np.where(np.arange(number) == number // 2, np.nan, drawn)
-    for values in (drawn, np.round(4 * drawn), 0 * drawn, np.where(drawn < 0.6, np.inf, drawn), spoilt):
+    for values in (
+        drawn,
+        np.round(4 * drawn),
+        0 * drawn,
+        np.where(drawn < 0.6, np.inf, drawn),
+        spoilt,
+    ):
         values = jnp.asarray(values, jnp.float32)
         np.testing.assert_array_equal(distances.median(values), jnp.median(values))
     tied = jax.grad(distances.median)(jnp.ones(number))
@@ -63,12 +73,15 @@ def test_the_median_is_that_of_a_sort(number):
 
 
 def test_independent_features_and_rows_that_do_not_belong_together_say_little():
-    # The published code drew features and inputs in two passes over a shuffled loader: the last case.
+    # The published code drew features and inputs in two passes over a shuffled loader: the last
+    # case.
     x, labels = clusters(300)
     y = np.eye(4, dtype=np.float32)[labels]
     order = np.random.default_rng(0).permutation(300)
     noise = np.random.default_rng(5).normal(size=(300, 6)).astype(np.float32)
-    right, unrelated, wrong = (plane_of(*data) for data in ((x, x, y), (noise, x, y), (x, x[order], y[order])))
+    right, unrelated, wrong = (
+        plane_of(*data) for data in ((x, x, y), (noise, x, y), (x, x[order], y[order]))
+    )
     assert right.zy > 2.9  # of at most 3
     assert unrelated.zy < 0.8
     assert wrong.zy < 0.3
@@ -96,7 +109,8 @@ def test_by_chance_is_the_mean_over_shuffled_pairs():
 
 
 def test_a_median_of_zero_is_defined():
-    # 70 of 80 samples coincide, so that most distances are zero; the scale of the others still does not matter.
+    # 70 of 80 samples coincide, so that most distances are zero; the scale of the others still does
+    # not matter.
     rng = np.random.default_rng(0)
     x = np.zeros((80, 3), np.float32)
     x[70:] = rng.normal(size=(10, 3))
@@ -107,7 +121,8 @@ def test_a_median_of_zero_is_defined():
         np.testing.assert_allclose(gram(scale * x + np.float32(0)), expected, rtol=1e-4)
     for bandwidth in ("dimension", "median"):
         np.testing.assert_array_equal(gaussian_gram(x[70:71], bandwidth=bandwidth), [[1.0]])
-    # Features that are all alike have a constant kernel, whatever the value, and no dependence; so says the slope.
+    # Features that are all alike have a constant kernel, whatever the value, and no dependence; so
+    # says the slope.
     for value in (0.0, 0.1, 1e4):
         same = np.full((80, 3), value, np.float32)
         np.testing.assert_array_equal(gram(same), 1.0)
@@ -121,7 +136,10 @@ def test_bad_input_is_refused():
     x, labels = clusters(40)
     measure = partial(information_plane, x, x, labels, key=KEY)
     refused(
-        (lambda: measure(batch_size=500), r"`batch_size` must be at most the number of samples \(40\)"),
+        (
+            lambda: measure(batch_size=500),
+            r"`batch_size` must be at most the number of samples \(40\)",
+        ),
         (lambda: measure(batch_size=20, bandwidth="mean"), "'dimension', 'median'"),
         (lambda: measure(batch_size=20, epsilon=0.0), "`epsilon` must be positive"),
         (lambda: measure(batch_size=20, num_passes=0), "`num_passes` must be"),

@@ -21,7 +21,10 @@ def between(middle):
 def weights(middle, shape):
     rng = np.random.default_rng(0)
     width = jax.eval_shape(middle, jax.ShapeDtypeStruct((*shape[:-1], 8), float)).shape[-1]
-    return {"a": jnp.asarray(rng.normal(size=(shape[-1], 8))), "b": jnp.asarray(rng.normal(size=(width, 3)))}
+    return {
+        "a": jnp.asarray(rng.normal(size=(shape[-1], 8))),
+        "b": jnp.asarray(rng.normal(size=(width, 3))),
+    }
 
 
 def picked(h):
@@ -33,7 +36,9 @@ def masked(h):
 
 
 def recurrence(h):
-    return jax.lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (jnp.full_like(h, 0.5), h))[1]
+    return jax.lax.associative_scan(
+        lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (jnp.full_like(h, 0.5), h)
+    )[1]
 
 
 def filtered(h):
@@ -164,7 +169,8 @@ LOST = {
     "the largest of them": (lambda h: jax.lax.top_k(h, 4)[0], VECTOR, "its largest values"),
     "spectrum": (lambda h: jnp.abs(jnp.fft.fft(h)), VECTOR, "a Fourier transform"),
     "a ramp": (lambda h: h * jnp.cumsum(jnp.ones(8)), VECTOR, "cumulative"),
-    "rolled by one and added": (lambda h: relu(h + 2 * jnp.roll(h, 1)), VECTOR, "itself in another order"),
+    "rolled by one and added": (lambda h: relu(h + 2 * jnp.roll(h, 1)), VECTOR, "itself in "
+                                                                                "another order"),
     "a computed order": (lambda h: h[jnp.argsort(jnp.arange(8.0) * h[0])], VECTOR, "."),
     "summed by segments": (lambda h: relu(jax.ops.segment_sum(h, jnp.arange(8) // 3, 3)), VECTOR, "written"),
     "added where another is": (lambda h: jnp.tanh(jax.lax.dynamic_update_slice(h, h[1:3], (jnp.argmax(h),))), VECTOR,
@@ -189,9 +195,13 @@ def largest(h, k=3):
 
 READ_AT_INDICES = {
     "the largest": lambda h, b: (lambda v, i: relu(v) @ b[i])(*largest(h)),
-    "the largest at their places": lambda h, b: (lambda v, i: jnp.zeros(8).at[i].set(relu(v)) @ b)(*largest(h)),
+    "the largest at their places": lambda h, b: (lambda v, i: jnp.zeros(8).at[i].set(relu(v)) @ b)(
+        *largest(h)
+    ),
     "all others": lambda h, b: h.at[largest(h)[1]].set(0.0) @ b,
-    "a mixture": lambda h, b: (lambda v, i: jax.nn.softmax(v) @ jax.nn.one_hot(i, 8) @ b)(*largest(h)),
+    "a mixture": lambda h, b: (lambda v, i: jax.nn.softmax(v) @ jax.nn.one_hot(i, 8) @ b)(
+        *largest(h)
+    ),
     "the code": lambda h, b: b[jnp.argmax(h)],
     "the code and its value": lambda h, b: (lambda i: h[i] * b[i])(jnp.argmax(h)),
     "the code, one-hot": lambda h, b: jax.nn.one_hot(jnp.argmin(h), 8) @ b,
@@ -200,7 +210,9 @@ READ_AT_INDICES = {
 """From neurons and what reads them."""
 NUMBERED = {
     "the next of the largest": lambda h, b: (lambda v, i: v @ b[(i + 1) % 8])(*largest(h)),
-    "two from there on": lambda h, b: jax.lax.dynamic_slice(b, (jnp.argmax(h), 0), (2, 3)).sum(0) + h.sum() * b[0],
+    "two from there on": lambda h, b: (
+        jax.lax.dynamic_slice(b, (jnp.argmax(h), 0), (2, 3)).sum(0) + h.sum() * b[0]
+    ),
     "the first of some that tie": lambda h, b: b[jnp.argmax(relu(h - 9))] + h @ b,
     "the largest that tie anywhere": lambda h, b: (
         (lambda v, i: jnp.zeros(8).at[i].set(v) @ b)(*largest(jnp.clip(h, -1, 0.5))) + h @ b
@@ -211,10 +223,15 @@ NUMBERED = {
     "two of them as one place": lambda h, b: (
         (h @ b)
         * jax.lax.gather(
-            jnp.arange(64.0).reshape(8, 8), largest(h, 2)[1], jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1)), (1, 1)
+            jnp.arange(64.0).reshape(8, 8),
+            largest(h, 2)[1],
+            jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1)),
+            (1, 1),
         )
     ),
-    "in a loop": lambda h, b: h @ b + jax.lax.fori_loop(0, jnp.argmax(h), lambda i, s: s + 1.0, 0.0),
+    "in a loop": lambda h, b: (
+        h @ b + jax.lax.fori_loop(0, jnp.argmax(h), lambda i, s: s + 1.0, 0.0)
+    ),
 }
 
 
@@ -235,7 +252,9 @@ CODES = {name: jax.random.normal(jax.random.key(k), s) for k, (name, s) in enume
 @pytest.mark.parametrize("name", READ_AT_INDICES)
 def test_what_is_read_at_indices_of_neurons_moves_with_them(name, batched):
     call, example, run = codes(READ_AT_INDICES[name], batched)
-    (group,) = (group for group in neuron_groups(CODES, example, call=call).values() if group.size == 8)
+    (group,) = (
+        group for group in neuron_groups(CODES, example, call=call).values() if group.size == 8
+    )
     assert {slot.path for slot in group.slots} == {"['a']", "['b']", "['c']"}
     assert group.scaling is group.sharing is None
     assert jnp.abs(run(CODES)).max() > 0.1
@@ -249,7 +268,9 @@ def test_neurons_whose_numbers_are_used_stand_still(name, batched):
     call, example, run = codes(NUMBERED[name], batched)
     report = group_report(CODES, example, call=call)
     assert not [group for group in report.groups.values() if len(group.slots) == 3]
-    moved = {name: value[..., ::-1] if name != "b" else value[::-1] for name, value in CODES.items()}
+    moved = {
+        name: value[..., ::-1] if name != "b" else value[::-1] for name, value in CODES.items()
+    }
     assert jnp.abs(run(moved) - run(CODES)).max() > 1e-3
     for group in report.groups.values():
         moved = permute(group, key=jax.random.key(3))(CODES)
@@ -274,7 +295,9 @@ def test_coordinates_of_what_is_read_do_not_change_places():
     numbers = jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1))
 
     def call(p, x):
-        return jax.lax.gather(jnp.arange(9.0).reshape(3, 3), jnp.round(x @ p["w"]).astype(int) % 3, numbers, (1, 1))
+        return jax.lax.gather(
+            jnp.arange(9.0).reshape(3, 3), jnp.round(x @ p["w"]).astype(int) % 3, numbers, (1, 1)
+        )
 
     report = group_report({"w": jnp.ones((4, 2))}, jnp.ones((5, 4)), call=call)
     assert not report.groups
@@ -303,17 +326,24 @@ def test_products_with_what_is_read_twice_bind_scalings():
     """Neurons 1 and 3 are multiplied with another one, and read by no one else: made by a, read by 1 / a."""
     places = jnp.array([6, 2, 5, 2, 6, 7, 0, 2])
     call = lambda p, x: ((x @ p[0]) * (x @ p[0])[places]) @ p[1]  # noqa: E731
-    model = [jax.random.normal(jax.random.key(0), (5, 8)), jax.random.normal(jax.random.key(1), (8, 3))]
+    model = [
+        jax.random.normal(jax.random.key(0), (5, 8)),
+        jax.random.normal(jax.random.key(1), (8, 3)),
+    ]
     x = jax.random.normal(jax.random.key(2), (5,))
     (group,) = neuron_groups(model, x, call=call).values()
     assert [slot.positions.ravel().tolist() for slot in group.slots] == [[1, 3], [1, 3]]
     np.testing.assert_array_equal(group.scalings, [[1, -1]])
-    np.testing.assert_allclose(call(scale(group, np.array([3.0, 0.2]))(model), x), call(model, x), rtol=1e-5)
+    np.testing.assert_allclose(
+        call(scale(group, np.array([3.0, 0.2]))(model), x), call(model, x), rtol=1e-5
+    )
 
 
 def test_neurons_of_a_slice_by_known_indices_can_be_permuted():
     """Three of eight neurons are read by a gather with one start."""
-    numbers = jax.lax.GatherDimensionNumbers(offset_dims=(0, 1), collapsed_slice_dims=(), start_index_map=(1,))
+    numbers = jax.lax.GatherDimensionNumbers(
+        offset_dims=(0, 1), collapsed_slice_dims=(), start_index_map=(1,)
+    )
 
     def middle(h):
         return relu(jax.lax.gather(h, jnp.array([2]), numbers, slice_sizes=(h.shape[0], 3)))

@@ -68,7 +68,9 @@ def test_signals_end_a_program_at_any_moment(kind, said, number):
     assert "Traceback" not in error or kind == "lost"  # Python's words on an ignored exception
     assert time.perf_counter() - began < 5
     # A program that ends by itself says so itself.
-    assert ("the program: stopped. Nothing had started." in error) == (kind not in ("saving", "threads", "lost"))
+    assert ("the program: stopped. Nothing had started." in error) == (
+        kind not in ("saving", "threads", "lost")
+    )
 
 
 SWEPT = """
@@ -108,4 +110,6 @@ def test_a_sweep_that_is_killed_in_its_second_group_goes_on_bit_for_bit(tmp_path
     assert not (folder / "group-0001.trained").exists()
     subprocess.run(command(folder, "resumed.npy"), check=True)
     subprocess.run(command("none", "whole.npy"), check=True)
-    np.testing.assert_array_equal(np.load(tmp_path / "whole.npy"), np.load(tmp_path / "resumed.npy"))
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "whole.npy"), np.load(tmp_path / "resumed.npy")
+    )

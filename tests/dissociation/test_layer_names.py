@@ -21,7 +21,10 @@ def layers(first, second):
     """Return two layers with keys of the kernel and the bias, in the order of text."""
     shapes = {"kernel": (4, 6), "w": (4, 6), "bias": (6,), "b": (6,)}
     return [
-        {key: weights(*(shapes[key] if place == 0 else (6, 3)[-len(shapes[key]) :])) for key in (first, second)}
+        {
+            key: weights(*(shapes[key] if place == 0 else (6, 3)[-len(shapes[key]) :]))
+            for key in (first, second)
+        }
         for place in range(2)
     ]
 
@@ -81,14 +84,18 @@ def test_a_group_and_its_activities_have_the_name_of_the_layer(kind):
     found = representations(model, INPUTS, call=call)
     assert list(found) == [name, "logits"]
     moved = permute(groups[name], jnp.array([5, 0, 1, 2, 3, 4]))(model)
-    np.testing.assert_array_equal(representations(moved, INPUTS, call=call)[name][:, 0], found[name][:, 5])
+    np.testing.assert_array_equal(
+        representations(moved, INPUTS, call=call)[name][:, 0], found[name][:, 5]
+    )
     assert certify(model, moved, INPUTS, call=call).kept()
 
 
 def test_two_matrices_of_one_dictionary_keep_their_names():
     model = {"block": {"up": weights(4, 6), "down": weights(6, 3), "gate": weights(4, 6)}}
     groups = neuron_groups(
-        model, INPUTS[0], call=lambda p, x: (x @ p["block"]["up"] * (x @ p["block"]["gate"])) @ p["block"]["down"]
+        model,
+        INPUTS[0],
+        call=lambda p, x: (x @ p["block"]["up"] * (x @ p["block"]["gate"])) @ p["block"]["down"],
     )
     assert list(groups) == ["gate"]  # the first in the order of text
 

@@ -15,8 +15,11 @@ def test_derivative_along_directions_that_keep_a_deficient_rank(power, x64):
     gradient = jax.grad(total)(jnp.asarray(factor))
     expected = directional(total, factor, direction, 1e-4)
     np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-6)
-    # In a direction that raises the rank, where the finite difference has no limit, it stays finite.
-    tangent = jax.jvp(lambda m: psd_power(m, power), (jnp.asarray(factor @ factor.T),), (jnp.eye(5),))[1]
+    # In a direction that raises the rank, where the finite difference has no limit, it stays
+    # finite.
+    tangent = jax.jvp(
+        lambda m: psd_power(m, power), (jnp.asarray(factor @ factor.T),), (jnp.eye(5),)
+    )[1]
     assert np.abs(tangent).max() < 100
 
 
@@ -33,7 +36,9 @@ def test_close_eigenvalues_in_single_precision():
     for scale in (1e-12, 1e12):
         tangent = jax.jvp(lambda m: psd_power(m, -0.5), (scale * matrix,), (scale * direction,))[1]
         reference = jax.jvp(lambda m: psd_power(m, -0.5), (matrix,), (direction,))[1]
-        np.testing.assert_allclose(tangent, reference * scale**-0.5, rtol=1e-4, atol=1e-5 * scale**-0.5)
+        np.testing.assert_allclose(
+            tangent, reference * scale**-0.5, rtol=1e-4, atol=1e-5 * scale**-0.5
+        )
 
 
 def test_inverse_of_an_indefinite_matrix_is_undefined():

@@ -51,9 +51,21 @@ KEY = jax.random.key(0)
 SHAPES = {
     "tall": {"num_samples": 30, "num_inputs": 8, "num_outputs": 5, "rank": 3},
     "few samples": {"num_samples": 6, "num_inputs": 10, "num_outputs": 4, "noise": 0.1},
-    "deficient": {"num_samples": 30, "num_inputs": 10, "num_outputs": 4, "rank": 3, "input_rank": 7},
+    "deficient": {
+        "num_samples": 30,
+        "num_inputs": 10,
+        "num_outputs": 4,
+        "rank": 3,
+        "input_rank": 7,
+    },
     "rank of inputs": {"num_samples": 20, "num_inputs": 5, "num_outputs": 7, "noise": 0.1},
-    "ill-conditioned": {"num_samples": 40, "num_inputs": 9, "num_outputs": 6, "rank": 4, "condition": 300.0},
+    "ill-conditioned": {
+        "num_samples": 40,
+        "num_inputs": 9,
+        "num_outputs": 6,
+        "rank": 4,
+        "condition": 300.0,
+    },
 }
 
 
@@ -81,7 +93,11 @@ def test_a_task_is_one_on_every_processor(task, monkeypatch):
         return left * signs, values, right.T
 
     monkeypatch.setattr(np.linalg, "svd", other_svd)
-    monkeypatch.setattr(np.linalg, "qr", lambda matrix, mode: (turned(qr(matrix, mode)[0], matrix.shape[1])[1], None))
+    monkeypatch.setattr(
+        np.linalg,
+        "qr",
+        lambda matrix, mode: (turned(qr(matrix, mode)[0], matrix.shape[1])[1], None),
+    )
     other = make_task(task.x, task.y, rtol=1e-5)
     monkeypatch.undo()
     same = make_task(task.x, task.y, rtol=1e-5)
@@ -94,8 +110,17 @@ def arrays(task):
     return np.asarray(task.x, float).T, np.asarray(task.y, float).T
 
 
-SECOND = [pytest.param(shape, 12, "float32", marks=pytest.mark.full) for shape in SHAPES if shape != "ill-conditioned"]
-CASES = [("ill-conditioned", 12, "float32"), *product(SHAPES, [12], ["float64"]), ("deficient", 3, "float64"), *SECOND]
+SECOND = [
+    pytest.param(shape, 12, "float32", marks=pytest.mark.full)
+    for shape in SHAPES
+    if shape != "ill-conditioned"
+]
+CASES = [
+    ("ill-conditioned", 12, "float32"),
+    *product(SHAPES, [12], ["float64"]),
+    ("deficient", 3, "float64"),
+    *SECOND,
+]
 
 
 @pytest.mark.parametrize(("shape", "hidden", "dtype"), CASES)
@@ -133,7 +158,10 @@ def test_samples_are_members(shape, hidden, dtype):
 
 def test_the_families_are_nested_and_differ(task):
     residuals = {
-        name: {other: FAMILIES[other].residual(task, family.sample(task, 12, key=KEY)) for other in FAMILIES}
+        name: {
+            other: FAMILIES[other].residual(task, family.sample(task, 12, key=KEY))
+            for other in FAMILIES
+        }
         for name, family in FAMILIES.items()
     }
     member = {(a, b) for a in FAMILIES for b in FAMILIES if max(map(abs, residuals[a][b])) < 1e-5}
@@ -191,10 +219,14 @@ def test_walks_are_stationary_and_stay(task, family):
 
 
 def test_frames_are_uniform(task):
-    first = jax.vmap(lambda key: MWNS.sample(task, 6, key=key).weights[0])(jax.random.split(KEY, 10_000))
+    first = jax.vmap(lambda key: MWNS.sample(task, 6, key=key).weights[0])(
+        jax.random.split(KEY, 10_000)
+    )
     codes = np.asarray(first @ task.map_right) / np.sqrt(np.asarray(task.map_values))  # R
     np.testing.assert_allclose(codes.mean(0), 0, atol=4 / (6 * 10_000) ** 0.5)
-    np.testing.assert_allclose(np.einsum("sia,sja->ij", codes, codes) / 10_000, np.eye(6) * task.rank / 6, atol=0.02)
+    np.testing.assert_allclose(
+        np.einsum("sia,sja->ij", codes, codes) / 10_000, np.eye(6) * task.rank / 6, atol=0.02
+    )
 
 
 @pytest.mark.usefixtures("x64")
@@ -203,10 +235,18 @@ def test_the_nearest_network(task):
     first = 0.5 * rng.normal(size=(12, 10))
     second = 0.5 * rng.normal(size=(4, 12))
     network = LinearNetwork((jnp.asarray(first), jnp.asarray(second)))
-    project = jax.jit(lambda family, network: FAMILIES[family].project(task, network), static_argnums=0)
+    project = jax.jit(
+        lambda family, network: FAMILIES[family].project(task, network), static_argnums=0
+    )
 
     def distance(weights):
-        return sum(np.sum((a - np.asarray(b)) ** 2) for a, b in zip(weights, network.weights, strict=True)) ** 0.5
+        return (
+            sum(
+                np.sum((a - np.asarray(b)) ** 2)
+                for a, b in zip(weights, network.weights, strict=True)
+            )
+            ** 0.5
+        )
 
     for name, family in FAMILIES.items():
         nearest = project(name, network)
@@ -218,7 +258,9 @@ def test_the_nearest_network(task):
             np.testing.assert_array_equal(nearest.weights[0], first)
             read = np.asarray(first) @ (arrays(task)[0] if family is GLS else np.eye(10))
             change = np.asarray(nearest.weights[1] - second)
-            np.testing.assert_allclose(change @ (np.eye(12) - read @ np.linalg.pinv(read)), 0, atol=1e-9)
+            np.testing.assert_allclose(
+                change @ (np.eye(12) - read @ np.linalg.pinv(read)), 0, atol=1e-9
+            )
             continue
         # Other members, near the projection and far from it, are further away.
         below, above = map(np.asarray, nearest.weights)
@@ -240,20 +282,32 @@ def test_the_nearest_network(task):
 
 def test_the_hierarchy_has_its_closed_form():
     task = hierarchy_task(complete_tree(4))
-    np.testing.assert_allclose(task.target_values**2, [31, 15, *[7] * 2, *[3] * 4, *[1] * 8], rtol=1e-5)
+    np.testing.assert_allclose(
+        task.target_values**2, [31, 15, *[7] * 2, *[3] * 4, *[1] * 8], rtol=1e-5
+    )
     np.testing.assert_allclose(jnp.sum(task.target_values), 29.6604535614, rtol=1e-6)
     rsm = MRNS.rsm(task)
     network = MRNS.sample(task, 40, key=KEY)
     np.testing.assert_allclose(network.hidden(task.x) @ network.hidden(task.x).T, rsm, atol=1e-5)
     # Entries depend on the depth that leaves share alone.
-    steps = np.array([(31**0.5 - 15**0.5) / 16, (15**0.5 - 7**0.5) / 8, (7**0.5 - 3**0.5) / 4, (3**0.5 - 1) / 2, 1])
+    steps = np.array(
+        [
+            (31**0.5 - 15**0.5) / 16,
+            (15**0.5 - 7**0.5) / 8,
+            (7**0.5 - 3**0.5) / 4,
+            (3**0.5 - 1) / 2,
+            1,
+        ]
+    )
     first = np.cumsum(steps)[[4, 3, 2, 2, *[1] * 4, *[0] * 8]]
     np.testing.assert_allclose(rsm[0], first, atol=1e-6)
     # An uneven tree, and inputs that mix: the root of Y Y^T.
     parents = np.array([-1, 0, 0, 1, 1, 1, 2])
     x = np.linalg.qr(np.random.default_rng(0).normal(size=(4, 4)))[0] + 2 * np.eye(4)
     task = hierarchy_task(parents, x)
-    expected = np.array([[1, 1, 0, 1, 0, 0, 0], [1, 1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 0, 1, 0], [1, 0, 1, 0, 0, 0, 1]])
+    expected = np.array(
+        [[1, 1, 0, 1, 0, 0, 0], [1, 1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 0, 1, 0], [1, 0, 1, 0, 0, 0, 1]]
+    )
     np.testing.assert_array_equal(task.y, expected)
     values, vectors = np.linalg.eigh(expected @ expected.T)
     np.testing.assert_allclose(MRNS.rsm(task), (vectors * values**0.5) @ vectors.T, atol=1e-5)
@@ -275,7 +329,9 @@ def sampled(task):
 def test_expected_losses(task, noise):
     for place, network in enumerate(sampled(task)):
         exact = expected_loss(task, network, noise)
-        found = simulated_loss(task, network, noise, num_draws=4000, key=jax.random.fold_in(KEY, place))
+        found = simulated_loss(
+            task, network, noise, num_draws=4000, key=jax.random.fold_in(KEY, place)
+        )
         assert found.error < 0.1 * exact
         assert abs(found.mean - exact) < 4 * found.error
         np.testing.assert_allclose(expected_loss(task, network), task.unexplained / 2, atol=1e-6)
@@ -299,7 +355,9 @@ def slope_and_curvature(task, noise, network, direction):
 
     def moved(size):
         mix = jax.scipy.linalg.expm(size * direction)
-        return expected_loss(task, LinearNetwork((mix @ first, second @ jnp.linalg.inv(mix))), noise)
+        return expected_loss(
+            task, LinearNetwork((mix @ first, second @ jnp.linalg.inv(mix))), noise
+        )
 
     return jax.jvp(jax.grad(moved), (0.0,), (1.0,))
 
@@ -342,7 +400,9 @@ def test_minimisers_move_between_the_minimal_families(task):
     rsms = [family.rsm(task) for family in (MRNS, MWNS)]
     for network, rsm in zip(ends, rsms, strict=True):
         own = network.hidden(task.x) @ network.hidden(task.x).T
-        np.testing.assert_allclose(own / jnp.linalg.norm(own), rsm / jnp.linalg.norm(rsm), atol=1e-6)
+        np.testing.assert_allclose(
+            own / jnp.linalg.norm(own), rsm / jnp.linalg.norm(rsm), atol=1e-6
+        )
     # With |X| s_1 = sqrt(outputs) s_2 the first one is an MRNS, not only up to a factor.
     equal = Noise(0, 0.1 / float(jnp.linalg.norm(task.x)), 0.1 / 4**0.5)
     assert max(map(abs, MRNS.residual(task, noise_minimiser(task, 7, equal, key=KEY)))) < 1e-10
@@ -355,13 +415,17 @@ def test_fresh_inputs_and_second_readouts(task):
     losses = 0.5 * np.sum((x @ np.asarray(network.map - task.best_map).T) ** 2, 1)
     exact = fresh_loss(network, task.best_map, jnp.asarray(root @ root.T))
     assert abs(losses.mean() - exact) < 4 * losses.std() / 100_000**0.5
-    np.testing.assert_allclose(fresh_loss(network, task.best_map), 0.5 * jnp.sum((network.map - task.best_map) ** 2))
+    np.testing.assert_allclose(
+        fresh_loss(network, task.best_map), 0.5 * jnp.sum((network.map - task.best_map) ** 2)
+    )
     # The data's own second moment in place of the covariance.
     inputs = np.asarray(task.x)
     moment = jnp.asarray(inputs.T @ inputs / 30)
     for noise in NOISES.values():
         noisy = fresh_loss(network, task.best_map, moment, noise)
-        np.testing.assert_allclose(noisy, expected_loss(task, network, noise) - task.unexplained / 2, rtol=1e-4)
+        np.testing.assert_allclose(
+            noisy, expected_loss(task, network, noise) - task.unexplained / 2, rtol=1e-4
+        )
     y = np.random.default_rng(3).normal(size=(30, 3)).astype(np.float32)
     hidden = np.asarray(network.hidden(task.x), float)
     fitted = hidden @ np.linalg.lstsq(hidden, y.astype(float), rcond=1e-5)[0]
@@ -377,8 +441,13 @@ def test_which_minimal_family_is_better_depends_on_scale():
         wins = []
         for _ in range(15):
             x = scale * draws.normal(size=(20, 10))
-            task = make_task(x.astype(np.float32), (x @ draws.normal(size=(10, 5))).astype(np.float32))
-            losses = [fresh_loss(f.sample(task, 10, key=KEY), task.best_map, noise=noise) for f in (MRNS, MWNS)]
+            task = make_task(
+                x.astype(np.float32), (x @ draws.normal(size=(10, 5))).astype(np.float32)
+            )
+            losses = [
+                fresh_loss(f.sample(task, 10, key=KEY), task.best_map, noise=noise)
+                for f in (MRNS, MWNS)
+            ]
             wins.append(bool(losses[1] < losses[0]))
         better[scale] = np.mean(wins)
     assert 0 < better[0.2] < 1
@@ -404,9 +473,14 @@ def test_deep_networks_of_least_norm(task, widths):
 
 def white_task(samples=12, inputs=4, outputs=6, rank=3):
     x = np.linalg.qr(np.random.default_rng(0).normal(size=(samples, inputs)))[0]
-    maps = [np.random.default_rng(i).normal(size=s) for i, s in enumerate([(inputs, rank), (rank, outputs)], 1)]
+    maps = [
+        np.random.default_rng(i).normal(size=s)
+        for i, s in enumerate([(inputs, rank), (rank, outputs)], 1)
+    ]
     return make_task(
-        1.7 * x, 1.7 * x @ maps[0] @ maps[1] + 0.1 * np.random.default_rng(4).normal(size=(samples, outputs))
+        1.7 * x,
+        1.7 * x @ maps[0] @ maps[1]
+        + 0.1 * np.random.default_rng(4).normal(size=(samples, outputs)),
     )
 
 
@@ -439,7 +513,9 @@ def test_gradient_flow_against_an_ode_solver(hidden, scale):
 
 
 def test_gradient_flow_maps_over_tasks():
-    tasks = [make_task(white.x, scale * white.y) for white in [white_task()] for scale in (1.0, 30.0)]
+    tasks = [
+        make_task(white.x, scale * white.y) for white in [white_task()] for scale in (1.0, 30.0)
+    ]
     network, times = balanced(tasks[0], 3, 0.1), np.array([1.0, 40.0])
     stacked = jax.tree.map(lambda *parts: np.stack(parts), *tasks)
     flow = jax.jit(jax.vmap(lambda task: gradient_flow(task, network, times).map))
@@ -452,7 +528,9 @@ def test_gradient_flow_maps_over_tasks():
     unequal = eqx.tree_at(lambda t: t.input_values, stacked, values)
     assert np.isnan(flow(unequal)).all((1, 2, 3)).tolist() == [False, True]
     unbalanced = LinearNetwork((2 * network.weights[0], network.weights[1]))
-    assert np.isnan(jax.jit(lambda network: gradient_flow(tasks[0], network, times).map)(unbalanced)).all()
+    assert np.isnan(
+        jax.jit(lambda network: gradient_flow(tasks[0], network, times).map)(unbalanced)
+    ).all()
 
 
 @pytest.mark.usefixtures("x64")
@@ -462,7 +540,10 @@ def test_flows_of_other_last_times_share_a_program_and_have_derivatives():
     gradient_flow(task, network, times)
     assert compilations(lambda: gradient_flow(task, network, 50 * times)) == []
     for late in (1e9, 1e30):
-        with pytest.raises(ValueError, match=r"`times` must rise by at most .* in each of 2 intervals, 2000000 steps"):
+        with pytest.raises(
+            ValueError,
+            match=r"`times` must rise by at most .* in each of 2 intervals, 2000000 steps",
+        ):
             gradient_flow(task, network, late * times)
     late = jax.jit(lambda task: gradient_flow(task, network, 1e30 * times).map)(task)
     assert np.isnan(late).all()
@@ -481,7 +562,9 @@ def test_flows_of_other_last_times_share_a_program_and_have_derivatives():
 def test_plurality_by_all_measures(task):
     whole = plurality(task, GLS, 8, num_pairs=5, key=KEY)
     assert set(whole.refused) == {"crossnobis_rsa"}
-    assert all(np.isfinite(values).all() and values.shape == (5,) for values in whole.values.values())
+    assert all(
+        np.isfinite(values).all() and values.shape == (5,) for values in whole.values.values()
+    )
     assert whole.values["debiased_cka"].max() < 0.99
     few = "linear_cka", "debiased_cka"
     minimal = plurality(task, MWNS, 8, measures=few, key=KEY)
@@ -496,7 +579,9 @@ def test_plurality_by_all_measures(task):
 def test_plurality(task):
     few = ("linear_cka",)
     options = {"measures": few, "num_pairs": 3, "key": KEY}
-    same = {family: plurality(task, family, 8, **options).values["linear_cka"] for family in (MRNS, GLS)}
+    same = {
+        family: plurality(task, family, 8, **options).values["linear_cka"] for family in (MRNS, GLS)
+    }
     np.testing.assert_allclose(same[MRNS], 1, atol=1e-4)
     assert same[GLS].max() < 0.99
     other = task_of("deficient", key=jax.random.key(5))
@@ -510,11 +595,18 @@ def test_planted_activity(task):
     codes = np.asarray(task.target_right)
     missing = pattern - codes @ (codes.T @ pattern)  # what the task needs is not in the pattern
     outside = pattern + draws.normal(size=pattern.shape).astype(np.float32)
-    cases = (pattern, 1e-3, True), (pattern[:, :6], 1e-3, False), (missing, 0.1, False), (outside, 0.01, False)
+    cases = (
+        (pattern, 1e-3, True),
+        (pattern[:, :6], 1e-3, False),
+        (missing, 0.1, False),
+        (outside, 0.01, False),
+    )
     for given, least, exact in cases:
         found = plant(task, given, least=least)
         assert GLS.residual(task, found.network).map < 1e-4
-        np.testing.assert_allclose(np.linalg.norm(found.network.hidden(task.x) - given), found.distance, atol=1e-4)
+        np.testing.assert_allclose(
+            np.linalg.norm(found.network.hidden(task.x) - given), found.distance, atol=1e-4
+        )
         assert found.bound <= found.distance * (1 + 1e-5) + 1e-5
         assert (found.distance < 1e-4 * np.linalg.norm(given)) == exact
     raised = 0.1 * np.linalg.norm(missing, 2) * 3**0.5
@@ -524,7 +616,9 @@ def test_planted_activity(task):
     column = np.pad(np.asarray(single.target_right), ((0, 0), (0, 3)))
     found = plant(single, column)
     assert found.distance < 1e-5
-    np.testing.assert_allclose(jnp.linalg.norm(found.network.weights[1]), single.target_values[0], rtol=1e-4)
+    np.testing.assert_allclose(
+        jnp.linalg.norm(found.network.weights[1]), single.target_values[0], rtol=1e-4
+    )
     rsm = np.asarray(task.x) @ np.asarray(task.x).T
     planted = plant_rsm(task, rsm, 10, least=1e-4)
     hidden = planted.network.hidden(task.x)
@@ -550,12 +644,19 @@ def test_stacked_tasks_and_other_tools(task):
 def test_the_coarsest_rounding_cuts_ranks():
     rng = np.random.default_rng(0)
     x = (rng.normal(size=(100, 5)) @ rng.normal(size=(5, 12))).astype(np.float32)
-    labels = make_task(x, np.eye(3)[rng.integers(0, 3, 100)])  # float64, as one-hot labels often are
+    labels = make_task(
+        x, np.eye(3)[rng.integers(0, 3, 100)]
+    )  # float64, as one-hot labels often are
     assert labels.input_values.shape == (5,)
     loss = expected_loss(labels, LSS.sample(labels, 8, key=KEY))
     assert loss == pytest.approx(float(least_loss(labels, 8, Noise())), rel=1e-5)
     given = rng.normal(size=(50, 12))
-    assert make_task(given, (given @ rng.normal(size=(12, 2)) @ rng.normal(size=(2, 5))).astype(np.float32)).rank == 2
+    assert (
+        make_task(
+            given, (given @ rng.normal(size=(12, 2)) @ rng.normal(size=(2, 5))).astype(np.float32)
+        ).rank
+        == 2
+    )
 
 
 @pytest.mark.parametrize(("tilt", "finite"), [(1e-6, True), (1e-4, False)])
@@ -568,24 +669,43 @@ def test_readouts_of_layers_that_miss_inputs_are_nan(tilt, finite):
 
 def test_refusals(task):
     stacked = jax.tree.map(lambda part: part[None], task)
-    network, eye, ones = GLS.sample(task, 5, key=KEY), np.eye(30, dtype=np.float32), np.ones((30, 3), np.float32)
+    network, eye, ones = (
+        GLS.sample(task, 5, key=KEY),
+        np.eye(30, dtype=np.float32),
+        np.ones((30, 3), np.float32),
+    )
     white = white_task()
     start = balanced(white, 3, 0.1)
     refused(
-        (lambda: GLS.sample(task, 2, key=KEY), "`hidden` must be at least the rank of the best map"),
+        (
+            lambda: GLS.sample(task, 2, key=KEY),
+            "`hidden` must be at least the rank of the best map",
+        ),
         (lambda: GLS.sample(stacked, 5, key=KEY), "`task` must be one task"),
         (lambda: GLS.sample(task, 5, spread=10.0, key=KEY), "`spread` must be from 0 to 3"),
         (lambda: GLS.rsm(task), "no unique matrix"),
-        (lambda: GLS.residual(task, LinearNetwork((jnp.ones((3, 10)),))), "`network` must have weights"),
+        (
+            lambda: GLS.residual(task, LinearNetwork((jnp.ones((3, 10)),))),
+            "`network` must have weights",
+        ),
         (lambda: GLS.residual(task, LinearNetwork(())), "`network` must have weights"),
-        (lambda: placement(task, LinearNetwork((jnp.ones((1, 10)), jnp.ones((4, 1))))), "at least 3 hidden units"),
+        (
+            lambda: placement(task, LinearNetwork((jnp.ones((1, 10)), jnp.ones((4, 1))))),
+            "at least 3 hidden units",
+        ),
         (lambda: make_task(eye[:, :2], eye[:, 2:]), "`y` must depend on x"),
         (lambda: make_task(np.nan * ones, ones), "`x` must be finite"),
         (lambda: hierarchy_task(np.array([-1, 0, 3, 2])), "lead to the root"),
         (lambda: hierarchy_task(np.array([-1, 2, 1, 0, 1])), "lead to the root"),
-        (lambda: teacher_task(task.x, [np.full((2, 10), np.nan)], key=KEY), r"`weights\[0\]` must be finite"),
+        (
+            lambda: teacher_task(task.x, [np.full((2, 10), np.nan)], key=KEY),
+            r"`weights\[0\]` must be finite",
+        ),
         (lambda: noise_minimiser(task, 5, Noise(0, 0.1, 0), key=KEY), "noise on both layers"),
-        (lambda: expected_loss(task, network, Noise(jnp.ones(2))), "`noise.inputs` must be a single number, got shape"),
+        (
+            lambda: expected_loss(task, network, Noise(jnp.ones(2))),
+            "`noise.inputs` must be a single number, got shape",
+        ),
         (lambda: fresh_loss(network, task.best_map[:1]), "`teacher` must have the shape"),
         (
             lambda: fresh_loss(network, task.best_map, -eye[:10, :10]),
@@ -593,25 +713,43 @@ def test_refusals(task):
         ),
         (lambda: second_readout_loss(network, ones, ones), "`x` must have 10 columns"),
         (lambda: least_norm(stacked, 2), "`task` must be one task"),
-        (lambda: least_norm_network(task, (5, 2), key=KEY), r"`widths\[1\]` must be at least the rank"),
-        (lambda: deep_residual(task, LinearNetwork((jnp.ones((3, 10)), jnp.ones((4, 2))))), "layers that follow each"),
+        (
+            lambda: least_norm_network(task, (5, 2), key=KEY),
+            r"`widths\[1\]` must be at least the rank",
+        ),
+        (
+            lambda: deep_residual(task, LinearNetwork((jnp.ones((3, 10)), jnp.ones((4, 2))))),
+            "layers that follow each",
+        ),
         (lambda: balanced_network(stacked, 5, 0.1, key=KEY), "`task` must be one task"),
-        (lambda: gradient_flow(task, MWNS.sample(task, 5, key=KEY), np.ones(1)), "`task` must have white inputs"),
-        (lambda: gradient_flow(white, LinearNetwork((2 * start.weights[0], start.weights[1])), np.ones(1)), "balanced"),
+        (
+            lambda: gradient_flow(task, MWNS.sample(task, 5, key=KEY), np.ones(1)),
+            "`task` must have white inputs",
+        ),
+        (
+            lambda: gradient_flow(
+                white, LinearNetwork((2 * start.weights[0], start.weights[1])), np.ones(1)
+            ),
+            "balanced",
+        ),
         (lambda: gradient_flow(white, start, np.array([1.0, 0.5])), "`times` must increase"),
         (lambda: plant(task, np.zeros((30, 5), np.float32)), "not be zero"),
         (lambda: plant_rsm(task, -eye, 5), "positive semidefinite"),
         (lambda: plant_rsm(task, eye, 2), "`hidden` must be at least the rank"),
         (lambda: plant_rsm(task, 0 * eye, 5), "`rsm` must have shape .*, and not be zero"),
     )
-    with pytest.raises(TypeError, match="its rank sets shapes, got a traced value. Call it outside"):
+    with pytest.raises(
+        TypeError, match="its rank sets shapes, got a traced value. Call it outside"
+    ):
         jax.jit(lambda x: make_task(x, x).best_map)(np.eye(3))
 
 
 def test_gradient_descent_follows_the_flow():
     task = white_task()
     network = balanced(task, 5, 0.1)
-    left, values, right = (np.asarray(part) for part in (task.map_left, task.map_values, task.map_right))
+    left, values, right = (
+        np.asarray(part) for part in (task.map_left, task.map_values, task.map_right)
+    )
     fastest = float(np.max(values * np.asarray(task.input_values)[0] ** 2 / 12))
     rate = 5e-3 / fastest
 

@@ -11,7 +11,9 @@ from dissociation.figures import manifold
 
 pytestmark = pytest.mark.slow
 
-CONFIG = dataclasses.replace(manifold.Config().quick(), num_tasks=2, pair_steps=5, num_steps=21, num_draws=400)
+CONFIG = dataclasses.replace(
+    manifold.Config().quick(), num_tasks=2, pair_steps=5, num_steps=21, num_draws=400
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,9 @@ def run(tmp_path_factory):
 def test_the_function_stands_while_weights_move(run):
     moved = run[0].moved.isel(steps=slice(5, None))
     assert moved.sel(quantities=["predictions", "loss"]).max() < 1e-4
-    assert moved.sel(quantities=["first layer", "second layer", "hidden activity", "RSM"]).min() > 0.1
+    assert (
+        moved.sel(quantities=["first layer", "second layer", "hidden activity", "RSM"]).min() > 0.1
+    )
     assert run[0].drift.isel(steps=0).max() < 1e-4
     assert run[0].drift.isel(steps=20).min() > 0.1
 
@@ -51,7 +55,9 @@ def test_noise_has_its_expected_loss_and_selects(run):
     least = parameters.sel(solutions="least under parameter noise")
     assert (parameters >= least * (1 - 1e-5)).all()
     inputs = results.theory.sel(sources="inputs")
-    np.testing.assert_allclose(inputs.min("solutions"), inputs.sel(solutions="least under input noise"), rtol=1e-5)
+    np.testing.assert_allclose(
+        inputs.min("solutions"), inputs.sel(solutions="least under input noise"), rtol=1e-5
+    )
     selected = results.selected
     np.testing.assert_allclose(selected.sel(minimal="MRNS")[0], 1, atol=1e-3)
     np.testing.assert_allclose(selected.sel(minimal="MWNS")[-1], 1, atol=1e-3)
@@ -62,7 +68,9 @@ def test_the_hierarchy_is_planted(run):
     results, _ = run
     rsm, activity = results.rsm.values, results.activity.values
     np.testing.assert_allclose(rsm, activity @ activity.swapaxes(1, 2), atol=1e-4)
-    np.testing.assert_allclose(np.sort(rsm[0].ravel()), np.sort(rsm[1].ravel()), atol=1e-3)  # leaves are exchanged
+    np.testing.assert_allclose(
+        np.sort(rsm[0].ravel()), np.sort(rsm[1].ravel()), atol=1e-3
+    )  # leaves are exchanged
     assert np.abs(rsm[0] - rsm[1]).max() > 0.1
 
 

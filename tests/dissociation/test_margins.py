@@ -47,7 +47,10 @@ def test_heads_that_are_not_linear_are_refused():
         (lambda: linear_head(BilinearNetwork(6, 4, 3, key=jax.random.key(0))), "linear last layer"),
         # The identity on small numbers, and on large positive ones; the identity on large numbers.
         (lambda: linear_head(ending(lambda z: jnp.maximum(z, -1e6))), "with an activation"),
-        (lambda: linear_head(ending(lambda z: jnp.where(abs(z) < 1e-6, 0, z))), "with an activation"),
+        (
+            lambda: linear_head(ending(lambda z: jnp.where(abs(z) < 1e-6, 0, z))),
+            "with an activation",
+        ),
         error=TypeError,
     )
 

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
 def planted(model, groups, seed):
     """A copy in another order, every copy of a group in its own, and the orders."""
     rng = np.random.default_rng(seed)
-    still = {name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()}
+    still = {
+        name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()
+    }
     orders = {name: np.squeeze(rng.permuted(each, axis=1)) for name, each in still.items()}
     for name, order in orders.items():
         model = permute(groups[name], order)(model)
@@ -28,7 +30,8 @@ def planted(model, groups, seed):
 
 def is_found(found, orders):
     return all(
-        (orders[name][found.permutations[name]] == np.arange(len(order))).all() for name, order in orders.items()
+        (orders[name][found.permutations[name]] == np.arange(len(order))).all()
+        for name, order in orders.items()
     )
 
 
@@ -61,19 +64,32 @@ def test_running_statistics_are_not_matched():
     given = other, jax.tree.map(lambda leaf: leaf, state)  # statistics in the old order
     found = rewrites.match_weights((model, state), given, groups)
     np.testing.assert_array_equal(order[found.permutations[name]], np.arange(6))
-    moved = [model.first.weight, model.first.bias, model.norm.weight, model.norm.bias, model.last.weight]
-    np.testing.assert_allclose(found.value, sum(float(jnp.sum(leaf**2)) for leaf in moved), rtol=1e-6)
+    moved = [
+        model.first.weight,
+        model.first.bias,
+        model.norm.weight,
+        model.norm.bias,
+        model.last.weight,
+    ]
+    np.testing.assert_allclose(
+        found.value, sum(float(jnp.sum(leaf**2)) for leaf in moved), rtol=1e-6
+    )
     means = found.apply(given, groups)[1].get(model.norm.batch_state_index)[0]
     np.testing.assert_array_equal(means, 1e4 * np.argsort(order))
 
 
-@pytest.mark.parametrize("name", ["convolutional", "transformer", "grouped convolutions", "stack in a scan"])
+@pytest.mark.parametrize(
+    "name", ["convolutional", "transformer", "grouped convolutions", "stack in a scan"]
+)
 def test_models_of_other_kinds_are_matched(name):
     model, inputs, groups = one(name)
     other, _ = planted(model, groups, 3)
     found = rewrites.match_weights(model, other, groups, num_starts=4, key=jax.random.key(0))
     assert found.converged
-    shapes = {k: (group.copies, group.size) if group.copies > 1 else (group.size,) for k, group in groups.items()}
+    shapes = {
+        k: (group.copies, group.size) if group.copies > 1 else (group.size,)
+        for k, group in groups.items()
+    }
     assert {name: each.shape for name, each in found.permutations.items()} == shapes
     back = found.apply(other, groups)
     leaves = [parameters_of(network)[0] for network in (model, back, other)]
@@ -101,13 +117,17 @@ def test_activities_of_copies_are_matched_by_themselves():
     other, orders = planted(model, groups, 1)
     assert orders[name].shape == (4, 4)
     found = rewrites.match_activations(model, other, groups, inputs)
-    np.testing.assert_array_equal(np.take_along_axis(orders[name], found.permutations[name], 1), [np.arange(4)] * 4)
+    np.testing.assert_array_equal(
+        np.take_along_axis(orders[name], found.permutations[name], 1), [np.arange(4)] * 4
+    )
 
 
 def test_activities_that_no_layer_reads_are_not_matched():
     model, inputs, every = one("transformer")
     whole = rewrites.match_activations(model, model, every, inputs)
-    assert "blocks[0].attention.query_proj:2" not in whole.permutations  # no layer reads queries and keys
+    assert (
+        "blocks[0].attention.query_proj:2" not in whole.permutations
+    )  # no layer reads queries and keys
     np.testing.assert_allclose(whole.value, 1, atol=1e-5)
 
 
@@ -117,7 +137,9 @@ def test_activations_match_what_weights_match():
     groups = neuron_groups(model, inputs[0])
     other, orders = planted(model, groups, 0)
     found = rewrites.match_activations(model, other, groups, inputs)
-    assert np.mean([orders[name][found.permutations[name]] == np.arange(16) for name in orders]) > 0.85
+    assert (
+        np.mean([orders[name][found.permutations[name]] == np.arange(16) for name in orders]) > 0.85
+    )
     assert found.value > 0.9  # 1 but for neurons that are constant on the data
 
 
@@ -155,7 +177,9 @@ def test_the_line_between_two_networks():
 
 
 def test_all_pairs():
-    models = eqx.filter_vmap(lambda key: eqx.nn.MLP(5, 3, 8, 1, key=key))(jax.random.split(jax.random.key(0), 3))
+    models = eqx.filter_vmap(lambda key: eqx.nn.MLP(5, 3, 8, 1, key=key))(
+        jax.random.split(jax.random.key(0), 3)
+    )
     x = jax.random.normal(jax.random.key(1), (50, 5))
     groups = neuron_groups(take(models, 0), x[0])
     loss = lambda m: jnp.mean(jax.vmap(m)(x) ** 2)  # noqa: E731
@@ -167,7 +191,9 @@ def test_all_pairs():
     height = rewrites.barrier(loss, take(models, 0), take(models, 2), num_points=5).height
     np.testing.assert_allclose(found.before[0, 2], height, atol=1e-6)
     assert np.isfinite(member_interval(found.after).mean)
-    assert repr(found).startswith(f"Barriers(3 pairs of 3 members, means before={found.before.sum() / 6:.4g}")
+    assert repr(found).startswith(
+        f"Barriers(3 pairs of 3 members, means before={found.before.sum() / 6:.4g}"
+    )
 
 
 @pytest.mark.slow
@@ -213,24 +239,49 @@ def test_statistics_are_taken_anew(mode):
 def test_models_without_batch_normalisation_are_refused():
     state = eqx.nn.make_with_state(Normalised)(key=jax.random.key(0))[1]
     with pytest.raises(ValueError, match="`model` must have batch normalisations"):
-        rewrites.renormalised(eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0)), state, np.ones((4, 5), np.float32))
+        rewrites.renormalised(
+            eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0)), state, np.ones((4, 5), np.float32)
+        )
 
 
 def test_wrong_calls_are_refused_by_name():
     a, b = (eqx.nn.MLP(5, 3, width, 1, key=jax.random.key(0)) for width in (8, 9))
     groups = neuron_groups(a, jnp.ones(5))
-    broken = eqx.tree_at(lambda m: m.layers[0].weight, a, replace_fn=lambda w: w.at[0, 0].set(jnp.nan))
+    broken = eqx.tree_at(
+        lambda m: m.layers[0].weight, a, replace_fn=lambda w: w.at[0, 0].set(jnp.nan)
+    )
     stack, inputs, own = one("stack in a scan")
     for call, message in (
-        (lambda: rewrites.match_weights(a, b, groups), "`b` must have arrays of the shapes that `a` has"),
+        (
+            lambda: rewrites.match_weights(a, b, groups),
+            "`b` must have arrays of the shapes that `a` has",
+        ),
         (lambda: rewrites.match_weights(a, broken, groups), "`b` must be finite"),
         (lambda: rewrites.match_weights(a, a, groups, num_starts=3), "`key` must be given"),
-        (lambda: eqx.filter_jit(lambda m: rewrites.match_weights(m, a, groups).value)(a), "`a` must be known"),
-        (lambda: rewrites.match_weights(b, b, groups), "`groups` must be of the networks: 'layers.0.' has an array"),
-        (lambda: rewrites.match_weights(a, a, groups).apply(a, {}), "`groups` must hold 'layers.0.', which was match"),
-        (lambda: rewrites.barrier(lambda m: jax.vmap(m)(jnp.ones((2, 5))), a, a), "`loss` must return a single real"),
-        (lambda: rewrites.match_activations(a, a, groups, jnp.ones(5)), r"`model` must take one example of shape \(\)"),
-        (lambda: rewrites.match_activations(stack, stack, own, inputs), "that some layer reads as a whole, got 'first"),
+        (
+            lambda: eqx.filter_jit(lambda m: rewrites.match_weights(m, a, groups).value)(a),
+            "`a` must be known",
+        ),
+        (
+            lambda: rewrites.match_weights(b, b, groups),
+            "`groups` must be of the networks: 'layers.0.' has an array",
+        ),
+        (
+            lambda: rewrites.match_weights(a, a, groups).apply(a, {}),
+            "`groups` must hold 'layers.0.', which was match",
+        ),
+        (
+            lambda: rewrites.barrier(lambda m: jax.vmap(m)(jnp.ones((2, 5))), a, a),
+            "`loss` must return a single real",
+        ),
+        (
+            lambda: rewrites.match_activations(a, a, groups, jnp.ones(5)),
+            r"`model` must take one example of shape \(\)",
+        ),
+        (
+            lambda: rewrites.match_activations(stack, stack, own, inputs),
+            "that some layer reads as a whole, got 'first",
+        ),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             call()
@@ -262,7 +313,9 @@ def test_statistics_are_taken_whatever_the_names_and_without_dropout():
 
 def test_the_mean_barrier_has_an_interval_over_members():
     values = np.random.default_rng(0).normal(size=6)
-    found = rewrites.barriers(lambda m: -(m["x"] ** 2), {"x": jnp.asarray(values)}, {}, num_points=3)
+    found = rewrites.barriers(
+        lambda m: -(m["x"] ** 2), {"x": jnp.asarray(values)}, {}, num_points=3
+    )
     np.testing.assert_allclose(found.before, (values[:, None] - values[None]) ** 2 / 4, atol=1e-6)
     interval = found.interval("before")
     np.testing.assert_allclose(interval.mean, np.var(values, ddof=1) / 2, rtol=1e-5)

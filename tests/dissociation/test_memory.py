@@ -17,7 +17,9 @@ def test_a_program_takes_its_temporaries_and_results():
 
     needed = memory.program_bytes(jax.jit(sums).lower(jnp.ones((100, 10))).compile())
     assert 4 * 100 * 160 <= needed <= 4 * (4 * 100 * 160)
-    donated = memory.program_bytes(jax.jit(lambda x: x + 1, donate_argnums=0).lower(jnp.ones(5000)).compile())
+    donated = memory.program_bytes(
+        jax.jit(lambda x: x + 1, donate_argnums=0).lower(jnp.ones(5000)).compile()
+    )
     assert donated < 4 * 5000
 
 
@@ -37,7 +39,9 @@ V2, V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usa
 UNLIMITED = 2**63 - 4096
 
 
-@pytest.mark.parametrize(("names", "top", "line"), [(V2, "", "0::/a/b"), (V1, "memory", "4:cpu,memory:/a/b")])
+@pytest.mark.parametrize(
+    ("names", "top", "line"), [(V2, "", "0::/a/b"), (V1, "memory", "4:cpu,memory:/a/b")]
+)
 def test_control_groups_and_their_parents_limit(tmp_path, names, top, line):
     process, root = tmp_path / "cgroup", tmp_path / "fs"
     process.write_text(f"9:name=systemd:/x\n{line}\n")

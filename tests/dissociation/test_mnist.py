@@ -76,7 +76,9 @@ def test_an_environment_variable_that_names_nothing_is_an_error(small, tmp_path,
         with pytest.raises(FileNotFoundError, match=words):
             mnist_data()
     monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(tmp_path / "cache"))
-    with pytest.raises(FileNotFoundError, match="`folder` must be a folder that holds train-images-idx3-ubyte"):
+    with pytest.raises(
+        FileNotFoundError, match="`folder` must be a folder that holds train-images-idx3-ubyte"
+    ):
         mnist_data(folder=tmp_path / "empty")  # the argument comes first
     monkeypatch.delenv(mnist.ENVIRONMENT_VARIABLE)
     assert mnist_data()[0].shape == (12, 784)
@@ -88,7 +90,10 @@ def test_an_environment_variable_that_names_nothing_is_an_error(small, tmp_path,
         (lambda data: data + b"\x00", "corrupt: the SHA-256"),
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "corrupt: the SHA-256"),
         (lambda data: gzip.compress(data)[:-20], "corrupt: Compressed file ended"),
-        (lambda data: gzip.compress(data)[:30] + b"\xff" * 40 + gzip.compress(data)[70:], "corrupt"),
+        (
+            lambda data: gzip.compress(data)[:30] + b"\xff" * 40 + gzip.compress(data)[70:],
+            "corrupt",
+        ),
     ],
 )
 def test_every_fault_is_named(small, tmp_path, damage, message):
@@ -107,7 +112,9 @@ def test_offline_names_three_ways_out(small):
 @pytest.fixture
 def server(tmp_path):
     """A server on loopback with a folder of damaged files and a folder for good ones."""
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "www"))
+    handler = functools.partial(
+        http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "www")
+    )
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{running.server_port}"
@@ -140,7 +147,9 @@ def test_nothing_longer_than_the_files_is_loaded(small, tmp_path, server, monkey
     sent = gzip.compress(bytes(10**6)) if compress else bytes(10**6)
     write(tmp_path / "www" / "bad", {f"{name}.gz": sent for name in small})
     monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/",))
-    with pytest.raises(ConnectionError, match="of at most 20000 bytes" if compress else "longer than 20000 bytes"):
+    with pytest.raises(
+        ConnectionError, match="of at most 20000 bytes" if compress else "longer than 20000 bytes"
+    ):
         mnist_data()
     assert not list((tmp_path / "cache").iterdir())
 

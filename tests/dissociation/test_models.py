@@ -76,7 +76,9 @@ def test_a_bilinear_layer_is_a_product(gate):
 
 
 def test_initial_weights():
-    make = eqx.filter_jit(lambda key: [Affine(400, 300, init=init, key=key) for init in ("pytorch", "lecun")])
+    make = eqx.filter_jit(
+        lambda key: [Affine(400, 300, init=init, key=key) for init in ("pytorch", "lecun")]
+    )
     pytorch, lecun = jax.tree.map(np.asarray, make(KEY))
     assert np.abs(pytorch.weight).max() <= 0.05
     np.testing.assert_allclose(np.std(pytorch.weight), 0.05 / 3**0.5, rtol=0.01)
@@ -109,7 +111,9 @@ def test_encoders_by_hand():
             x = max_pool(jax.nn.relu(layer(x)))
         return encoder.head(x.reshape(-1))
 
-    np.testing.assert_allclose(call(encoder, IMAGES[0]), call(encoded, encoder, IMAGES[0]), atol=1e-5)
+    np.testing.assert_allclose(
+        call(encoder, IMAGES[0]), call(encoded, encoder, IMAGES[0]), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("upsampling", ["nearest", "bilinear"])
@@ -141,7 +145,9 @@ def applied(layer, x):
 def test_perceptrons_by_hand(last_activation):
     last = (lambda z: np.maximum(z, 0)) if last_activation else np.asarray
     model = call(lambda key: MLP(12, 8, 2, 3, last_activation=last_activation, key=key), KEY)
-    first, second, head = ([np.asarray(layer.weight).T, np.asarray(layer.bias)] for layer in model.layers)
+    first, second, head = (
+        [np.asarray(layer.weight).T, np.asarray(layer.bias)] for layer in model.layers
+    )
     hidden = np.maximum(X @ first[0] + first[1], 0)
     features = last(hidden @ second[0] + second[1])
     wanted = {"layers[0]": hidden, "layers[1]": features, "logits": features @ head[0] + head[1]}
@@ -156,10 +162,20 @@ def test_perceptrons_by_hand(last_activation):
 def test_convolutional_networks_by_hand(last_activation):
     last = (lambda z: np.maximum(z, 0)) if last_activation else np.asarray
     model = call(lambda key: CNN(30, 7, last_activation=last_activation, key=key), KEY)
-    found, features = call(jax.vmap(model.representations), FLAT), last(call(jax.vmap(model.encoder), IMAGES))
-    assert [array.shape for array in found.values()] == [(4, 14, 14, 16), (4, 7, 7, 32), (4, 30), (4, 7)]
+    found, features = (
+        call(jax.vmap(model.representations), FLAT),
+        last(call(jax.vmap(model.encoder), IMAGES)),
+    )
+    assert [array.shape for array in found.values()] == [
+        (4, 14, 14, 16),
+        (4, 7, 7, 32),
+        (4, 30),
+        (4, 7),
+    ]
     below = np.asarray(found["encoder.convolutions[1]"]).reshape(4, -1)
-    np.testing.assert_allclose(found["features"], last(applied(model.encoder.head, below)), atol=1e-5)
+    np.testing.assert_allclose(
+        found["features"], last(applied(model.encoder.head, below)), atol=1e-5
+    )
     np.testing.assert_allclose(found["features"], features, atol=1e-6)
     np.testing.assert_allclose(found["logits"], applied(model.head, features), atol=1e-5)
     np.testing.assert_allclose(call(jax.vmap(model), FLAT), found["logits"], atol=1e-6)
@@ -189,7 +205,9 @@ def test_a_residual_network_by_hand():
     for name, stream in zip(("blocks[0].second", "blocks[1].second"), streams, strict=True):
         np.testing.assert_allclose(found[name][0], stream, atol=1e-5)
     np.testing.assert_allclose(found["features"][0], features, atol=1e-5)
-    np.testing.assert_allclose(found["logits"][0], applied(model.head, np.asarray(features)), atol=1e-5)
+    np.testing.assert_allclose(
+        found["logits"][0], applied(model.head, np.asarray(features)), atol=1e-5
+    )
     np.testing.assert_allclose(call(jax.vmap(model), FLAT), found["logits"], atol=1e-5)
 
 
@@ -242,7 +260,9 @@ def test_a_bilinear_network_by_hand(residual):
     for layer in model.layers:
         added = (hidden @ np.asarray(layer.left).T) * (hidden @ np.asarray(layer.right).T)
         hidden = hidden + added if residual else added
-    np.testing.assert_allclose(call(jax.vmap(model), X), hidden @ np.asarray(model.head).T, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        call(jax.vmap(model), X), hidden @ np.asarray(model.head).T, rtol=1e-4, atol=1e-6
+    )
     found = call(jax.vmap(model.representations), X)
     np.testing.assert_allclose(found["features"], hidden, rtol=1e-4, atol=1e-6)
 
@@ -252,7 +272,10 @@ def test_any_bilinear_model_can_be_wrapped():
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     embed, head, x = draw(5, 7), draw(3, 4), draw(7)
-    layers = [(draw(6, 5), draw(6, 5), draw(6), draw(6)), (draw(4, 6), draw(4, 6), draw(4), draw(4))]
+    layers = [
+        (draw(6, 5), draw(6, 5), draw(6), draw(6)),
+        (draw(4, 6), draw(4, 6), draw(4), draw(4)),
+    ]
     model = wrap_bilinear(embed, layers, head)
     hidden = [embed @ x]
     for left, right, b, c in layers:
@@ -268,13 +291,37 @@ def test_any_bilinear_model_can_be_wrapped():
     ("make", "shapes", "wanted"),
     [
         (lambda: Affine(3, 2, key=KEY), [(5, 3), (2,)], r"`x` must be one example of shape \(3,\)"),
-        (lambda: BilinearLayer(*jnp.ones((2, 2, 3))), [(5, 3), (2,)], r"`x` must be one example of shape \(3,\)"),
-        (lambda: MLP(12, 8, key=KEY), [(7, 12), (12, 7), (12, 12), ()], r"`x` must be one example of shape \(12,\)"),
+        (
+            lambda: BilinearLayer(*jnp.ones((2, 2, 3))),
+            [(5, 3), (2,)],
+            r"`x` must be one example of shape \(3,\)",
+        ),
+        (
+            lambda: MLP(12, 8, key=KEY),
+            [(7, 12), (12, 7), (12, 12), ()],
+            r"`x` must be one example of shape \(12,\)",
+        ),
         # A square batch would pass through as columns.
-        (lambda: BilinearNetwork(12, 8, key=KEY), [(12, 7), (12, 12)], r"`x` must be one example of shape \(12,\)"),
-        (lambda: CNN(5, key=KEY), [(28, 28)], r"`x` must be one example of shape \(784,\), got .* by `jax.vmap`"),
-        (lambda: Decoder(5, key=KEY), [(4,)], r"`x` must be one example of shape \(5,\), got shape \(4,\)"),
-        (lambda: Convolution(3, 2, key=KEY), [(4, 4, 2), (2, 4, 4, 3)], r"`x` must be .* \(height, width, 3\), got"),
+        (
+            lambda: BilinearNetwork(12, 8, key=KEY),
+            [(12, 7), (12, 12)],
+            r"`x` must be one example of shape \(12,\)",
+        ),
+        (
+            lambda: CNN(5, key=KEY),
+            [(28, 28)],
+            r"`x` must be one example of shape \(784,\), got .* by `jax.vmap`",
+        ),
+        (
+            lambda: Decoder(5, key=KEY),
+            [(4,)],
+            r"`x` must be one example of shape \(5,\), got shape \(4,\)",
+        ),
+        (
+            lambda: Convolution(3, 2, key=KEY),
+            [(4, 4, 2), (2, 4, 4, 3)],
+            r"`x` must be .* \(height, width, 3\), got",
+        ),
     ],
 )
 def test_batches_and_wrong_shapes_are_refused(make, shapes, wanted):
@@ -304,8 +351,14 @@ def test_bad_settings_are_refused():
         (lambda: MLP(activation="swish", key=KEY), "'relu', 'tanh', 'gelu', 'none'"),
         (lambda: BilinearNetwork(4, 3, 2, gate="tanh", key=KEY), "'silu'"),
         (lambda: BilinearNetwork(4, 3, 2, num_layers=0, key=KEY), "`num_layers`"),
-        (lambda: Transformer(6, size=8, heads=3, key=KEY), r"`size` must be a multiple of `heads` \(3\), got 8"),
-        (lambda: Transformer(6, size=8, heads=2, patch=5, key=KEY), "`patch` must divide .* side of 28 pixels, got 5"),
+        (
+            lambda: Transformer(6, size=8, heads=3, key=KEY),
+            r"`size` must be a multiple of `heads` \(3\), got 8",
+        ),
+        (
+            lambda: Transformer(6, size=8, heads=2, patch=5, key=KEY),
+            "`patch` must divide .* side of 28 pixels, got 5",
+        ),
         (lambda: ResNet(6, depth=0, key=KEY), "`depth` must be at least 1"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -318,9 +371,21 @@ def test_parts_that_are_no_real_weights_are_named():
     for layers, error, words in (
         ([], ValueError, "at least one layer"),
         ([(np.ones((4, 3), np.float32),) * 2], ValueError, "`head` must have 4 columns"),
-        ([(eye, eye), (eye, np.full((3, 3), "a"))], TypeError, r"`layers\[1\]\[1\]` must be .* numbers, got text"),
-        ([(eye, eye), (eye, eye * 1j)], TypeError, r"`layers\[1\]\[1\]` must hold real numbers, got dtype complex64"),
-        ([(eye, eye), (eye, eye, np.ones(2), np.ones(3))], ValueError, r"two biases \[outputs\] or none, in layer 1,"),
+        (
+            [(eye, eye), (eye, np.full((3, 3), "a"))],
+            TypeError,
+            r"`layers\[1\]\[1\]` must be .* numbers, got text",
+        ),
+        (
+            [(eye, eye), (eye, eye * 1j)],
+            TypeError,
+            r"`layers\[1\]\[1\]` must hold real numbers, got dtype complex64",
+        ),
+        (
+            [(eye, eye), (eye, eye, np.ones(2), np.ones(3))],
+            ValueError,
+            r"two biases \[outputs\] or none, in layer 1,",
+        ),
         ([(np.float32(1.0), eye)], ValueError, "two matrices"),
         ([(eye, eye), ()], ValueError, r"two matrices \[outputs, 3\], .*, in layer 1, got \[\]"),
     ):

@@ -53,7 +53,8 @@ def test_entropies_of_known_densities(width):
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 4])
 def test_information_of_gaussians(width):
-    # 0, 0.1438, 0.4133, 0.8304, 1.9585 nats per dimension, and the null that stands beside every curve.
+    # 0, 0.1438, 0.4133, 0.8304, 1.9585 nats per dimension, and the null that stands beside every
+    # curve.
     nulls = []
     for correlation in (0.0, 0.5, 0.75, 0.9, 0.99):
         exact = -0.5 * width * np.log(1 - correlation**2)
@@ -64,7 +65,8 @@ def test_information_of_gaussians(width):
         assert found.error < 0.04 * width
         shuffled = measure(x, z[np.random.default_rng(1).permutation(len(z))], num_neighbours=10)
         nulls.append(shuffled.value / shuffled.error)
-        # The other estimator falls short by up to 3.5 nats in more than 1 + 1 dimensions, and must not pass there.
+        # The other estimator falls short by up to 3.5 nats in more than 1 + 1 dimensions, and must
+        # not pass there.
         kraskov = measure(x[:1500], z[:1500], estimator="kraskov")
         assert kraskov.reliable == (width == 1) == np.isfinite(kraskov.value)
         if width == 1:
@@ -75,12 +77,16 @@ def test_information_of_gaussians(width):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("estimator", "width"), [("entropies", 1), ("entropies", 2), ("kraskov", 1)])
+@pytest.mark.parametrize(
+    ("estimator", "width"), [("entropies", 1), ("entropies", 2), ("kraskov", 1)]
+)
 def test_errors_are_those_of_repeated_samples(estimator, width):
     """The spread of estimates over their errors is 1, within the standard error of a spread and what groups miss."""
     trials, exact = 60, -0.5 * width * np.log(1 - 0.8**2)
     pairs = [gaussian_pair(0.8, width, 400, seed) for seed in range(trials)]
-    run = jax.jit(lambda pair: jax.lax.map(lambda own: information(*own, estimator=estimator), pair))
+    run = jax.jit(
+        lambda pair: jax.lax.map(lambda own: information(*own, estimator=estimator), pair)
+    )
     found = run(jax.tree.map(lambda *parts: jnp.stack(parts), *pairs))
     known = np.asarray(found.reliable)
     assert known.mean() > 0.8
@@ -100,7 +106,9 @@ def test_mixtures_of_coordinates_do_not_matter():
 
 def apart(points):
     """Distances [n, n]; of every point to itself it is infinite."""
-    return np.linalg.norm(points[:, None] - points[None], axis=2) + np.diag(np.full(len(points), np.inf))
+    return np.linalg.norm(points[:, None] - points[None], axis=2) + np.diag(
+        np.full(len(points), np.inf)
+    )
 
 
 def test_kraskov_against_all_distances(x64):
@@ -115,7 +123,9 @@ def test_kraskov_against_all_distances(x64):
             sides = [apart(part[start::stride]) for part in (x, z)]
             radius = np.sort(np.maximum(*sides), 1)[:, 4:5]
             counts = [(side < radius).sum(1) for side in sides]
-            wanted = digamma(5) + digamma(len(radius)) - digamma(counts[0] + 1) - digamma(counts[1] + 1)
+            wanted = (
+                digamma(5) + digamma(len(radius)) - digamma(counts[0] + 1) - digamma(counts[1] + 1)
+            )
             np.testing.assert_allclose(terms[level][start::stride], wanted, rtol=1e-9, atol=1e-9)
 
 
@@ -138,16 +148,25 @@ def test_classes(estimator):
     labels = rng.choice(3, 3000, p=[0.5, 0.3, 0.2])
     centres, spread = np.asarray([-2.0, 0.0, 1.5]), 0.7
     z = (centres[labels] + spread * rng.normal(size=3000)).astype(np.float32)[:, None]
-    mixture = lambda t: sum(p * norm.pdf(t, c, spread) for p, c in zip([0.5, 0.3, 0.2], centres, strict=True))  # noqa: E731
+
+    def mixture(t):
+        return sum(
+            p * norm.pdf(t, c, spread) for p, c in zip([0.5, 0.3, 0.2], centres, strict=True)
+        )
+
     whole = quad(lambda t: -mixture(t) * np.log(mixture(t)), -8, 8)[0]
     exact = whole - 0.5 * np.log(2 * np.pi * np.e * spread**2)
-    found = label_information(z, labels, num_classes=4, estimator=estimator)  # the fourth class does not occur
+    found = label_information(
+        z, labels, num_classes=4, estimator=estimator
+    )  # the fourth class does not occur
     np.testing.assert_allclose(found.value, exact, atol=0.03)
     shuffled = label_information(z, rng.permutation(labels), num_classes=4, estimator=estimator)
     np.testing.assert_allclose(shuffled.value, 0.0, atol=0.03)
 
 
-measure_labels = jax.jit(label_information, static_argnames=("num_classes", "estimator", "num_neighbours"))
+measure_labels = jax.jit(
+    label_information, static_argnames=("num_classes", "estimator", "num_neighbours")
+)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -180,8 +199,11 @@ def around_centres(size, *, classes=10, width=4, spread=1.0, seed=2):
 
 @pytest.mark.slow
 def test_halves_that_say_something_else_than_all_are_not_believed():
-    run = lambda size, **kind: measure_labels(*around_centres(size, **kind), num_classes=10, estimator="kraskov")  # noqa: E731
-    # Of six samples a class and five neighbours less is found than of twelve, by more than three errors.
+    def run(size, **kind):
+        return measure_labels(*around_centres(size, **kind), num_classes=10, estimator="kraskov")
+
+    # Of six samples a class and five neighbours less is found than of twelve, by more than three
+    # errors.
     assert not run(12, width=2, spread=3.0).reliable
     # Fewer than 2^4 samples a class; 1.03 nats by simulation, of which 0.92 +- 0.06 are found.
     assert not run(12).reliable
@@ -207,7 +229,8 @@ def test_what_no_sample_showed_is_in_the_error():
 
 
 def test_more_than_labels_can_hold_is_not_a_number():
-    # Fours of all classes close together: with the negative weights of neighbours in 8 dimensions that is a surplus.
+    # Fours of all classes close together: with the negative weights of neighbours in 8 dimensions
+    # that is a surplus.
     rng = np.random.default_rng(0)
     z = np.repeat(rng.normal(size=(75, 8)), 4, 0) + 1e-3 * rng.normal(size=(300, 8))
     found = measure_labels(z.astype(np.float32), np.arange(300) % 4, num_classes=4)
@@ -221,14 +244,23 @@ def test_what_cannot_be_told_is_not_a_number():
     copies = np.repeat(x[:50], 10, 0)
     rounded = np.round(x, 1).astype(np.float32)  # repeated values on one side
     line = (2 * x @ np.asarray([[1.0, 2.0], [0.0, 1.0]])).astype(np.float32)  # infinite, and linear
-    pairs = ((copies, copies), (x, x), (rounded, x), (x, line), (np.maximum(x, 0), x), (np.full_like(x, 1.7), x))
+    pairs = (
+        (copies, copies),
+        (x, x),
+        (rounded, x),
+        (x, line),
+        (np.maximum(x, 0), x),
+        (np.full_like(x, 1.7), x),
+    )
     for estimator, pair in itertools.product(ESTIMATORS, pairs):
         found = measure(*pair, estimator=estimator)
         assert not found.reliable, estimator
         assert np.isnan([found.value, found.error]).all()
     assert not entropy(copies).reliable
     # One coincidence among many samples is rounding, and does no harm.
-    np.testing.assert_allclose(entropy(np.concatenate([x, x[:1]])).value, entropy(x).value, atol=0.05)
+    np.testing.assert_allclose(
+        entropy(np.concatenate([x, x[:1]])).value, entropy(x).value, atol=0.05
+    )
 
 
 def test_relations_without_noise_are_not_reliable():
@@ -236,13 +268,20 @@ def test_relations_without_noise_are_not_reliable():
     passed = []
     for seed in range(4):
         x = np.random.default_rng(seed).normal(size=(500, 2)).astype(np.float32)
-        for z in (np.stack([x[:, 0] ** 3, np.sin(3 * x[:, 1])], 1), np.tanh(x), x**2 + np.float32(0.3) * x):
+        for z in (
+            np.stack([x[:, 0] ** 3, np.sin(3 * x[:, 1])], 1),
+            np.tanh(x),
+            x**2 + np.float32(0.3) * x,
+        ):
             passed.append(bool(measure(x, z).reliable))
-    assert sum(passed) <= 4  # of 12, where 13 % pass: an error from so few samples is itself uncertain
+    assert (
+        sum(passed) <= 4
+    )  # of 12, where 13 % pass: an error from so few samples is itself uncertain
 
 
 @pytest.mark.parametrize(
-    ("estimator", "value", "of_labels"), [("entropies", 0.5216, 0.3871), ("kraskov", 0.5343, 0.3695)]
+    ("estimator", "value", "of_labels"),
+    [("entropies", 0.5216, 0.3871), ("kraskov", 0.5343, 0.3695)],
 )
 def test_each_estimator_has_its_value(estimator, value, of_labels):
     """The estimators differ by less than their errors: these values tell which one was computed."""
@@ -279,16 +318,25 @@ def test_rising_maps_of_coordinates_do_not_matter(estimator):
     plain = information(x, z, estimator=estimator)
     assert plain.reliable
     assert abs(plain.value + 0.5 * width * np.log(1 - 0.6**2)) < 3 * plain.error
-    maps = (lambda a: a**3, lambda a: np.exp(5 * a), lambda a: np.tanh(a), lambda a: np.sign(a) * np.abs(a) ** 0.2)
+    maps = (
+        lambda a: a**3,
+        lambda a: np.exp(5 * a),
+        lambda a: np.tanh(a),
+        lambda a: np.sign(a) * np.abs(a) ** 0.2,
+    )
     for first, second in itertools.pairwise(maps):
         mapped = information(first(x), second(z), estimator=estimator)
-        np.testing.assert_allclose([mapped.value, mapped.error], [plain.value, plain.error], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(
+            [mapped.value, mapped.error], [plain.value, plain.error], rtol=1e-3, atol=1e-3
+        )
 
 
 @pytest.mark.slow
 def test_what_is_not_to_be_trusted_has_no_derivative():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(60, 2)).round(1), jnp.float32)
-    found, slope = jax.value_and_grad(lambda x: (lambda e: (e.value, e.reliable))(entropy(x)), has_aux=True)(x)
+    found, slope = jax.value_and_grad(
+        lambda x: (lambda e: (e.value, e.reliable))(entropy(x)), has_aux=True
+    )(x)
     assert not found[1]
     assert jnp.isnan(slope).all()
 
@@ -297,10 +345,16 @@ def test_bad_input_is_refused():
     x = np.random.default_rng(0).normal(size=(30, 2)).astype(np.float32)
     third = np.arange(30) % 3
     refused(
-        (lambda: entropy(x, num_neighbours=30), r"`num_neighbours` must be below the number of samples \(30\)"),
+        (
+            lambda: entropy(x, num_neighbours=30),
+            r"`num_neighbours` must be below the number of samples \(30\)",
+        ),
         (lambda: entropy_weights(2, 8), "`num_neighbours` must be at least 3 in 8 dimensions"),
         (lambda: label_information(x, np.arange(30) // 28, num_classes=2), "got 2 of class 1"),
-        (lambda: label_information(x, third, num_classes=2), "`labels` must lie between 0 and 1, got 0"),
+        (
+            lambda: label_information(x, third, num_classes=2),
+            "`labels` must lie between 0 and 1, got 0",
+        ),
         (lambda: whiten(x, 3), "`num_components` must be at most 2"),
     )
 
@@ -322,7 +376,10 @@ def test_the_order_of_rows_does_not_matter():
     for name, rows in orders.items():
         assert not entropy(grid[rows]).reliable, name
         assert not measure(grid[rows], noisy[rows]).reliable, name
-        found = [measure_labels(cloud[rows], labels[rows], num_classes=4, estimator=each) for each in ESTIMATORS]
+        found = [
+            measure_labels(cloud[rows], labels[rows], num_classes=4, estimator=each)
+            for each in ESTIMATORS
+        ]
         shuffled = found if name == "shuffled" else shuffled
         for each, other in zip(found, shuffled, strict=True):
             assert each.reliable

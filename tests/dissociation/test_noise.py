@@ -56,11 +56,17 @@ def test_state_is_no_parameter(apart, key):
 
     def weights(model):
         module = model[0] if apart else model
-        return [part for layer in (module.first, module.norm, module.last) for part in (layer.weight, layer.bias)]
+        return [
+            part
+            for layer in (module.first, module.norm, module.last)
+            for part in (layer.weight, layer.bias)
+        ]
 
     assert len(jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))) > len(weights(model))
     noise = parameter_noise(model, key=key)
-    assert [draw.shape for draw in jax.tree.leaves(noise)] == [weight.shape for weight in weights(model)]
+    assert [draw.shape for draw in jax.tree.leaves(noise)] == [
+        weight.shape for weight in weights(model)
+    ]
     noisy = perturbed(model, noise, 2.0)
     assert all((new != old).all() for new, old in zip(weights(noisy), weights(model), strict=True))
     assert eqx.tree_equal(eqx.tree_at(weights, noisy, weights(model)), model)
@@ -73,7 +79,9 @@ def test_some_parameters_alone_get_the_noise_that_they_get_with_all(model, key):
     for index, (layer, own) in enumerate(zip(whole.layers, part.layers, strict=True)):
         assert own.weight is None if index == 1 else (own.weight == layer.weight).all()
     np.testing.assert_array_equal(noisy.layers[1].weight, model.layers[1].weight)
-    np.testing.assert_array_equal(noisy.layers[2].weight, perturbed(model, whole, 0.3).layers[2].weight)
+    np.testing.assert_array_equal(
+        noisy.layers[2].weight, perturbed(model, whole, 0.3).layers[2].weight
+    )
     with pytest.raises(ValueError, match="`where` must choose parameters of `model`, got none"):
         parameter_noise(model, key=key, where=lambda m: m.activation)
 

@@ -14,19 +14,26 @@ def test_both_words_serve(key):
     """The inverse distribution function of the upper 23 bits of every word, first words first."""
     words = np.asarray(
         threefry_2x32(
-            jax.random.key_data(key), jnp.concatenate([jnp.zeros(50, "uint32"), jnp.arange(50, dtype="uint32")])
+            jax.random.key_data(key),
+            jnp.concatenate([jnp.zeros(50, "uint32"), jnp.arange(50, dtype="uint32")]),
         )
     )
     uniform = 2.0 * (words >> 9) / 2**23 - 1
-    expected = np.sqrt(2) * special.erfinv(np.maximum(uniform, np.nextafter(np.float32(-1), np.float32(0))))
+    expected = np.sqrt(2) * special.erfinv(
+        np.maximum(uniform, np.nextafter(np.float32(-1), np.float32(0)))
+    )
     for size in (99, 100):
         np.testing.assert_allclose(normal(key, (size,)), expected[:size], rtol=2e-5, atol=1e-6)
-    np.testing.assert_array_equal(words[:50] ^ words[50:], jax.random.bits(key, (50,)))  # what JAX makes of them
+    np.testing.assert_array_equal(
+        words[:50] ^ words[50:], jax.random.bits(key, (50,))
+    )  # what JAX makes of them
 
 
 def test_without_the_primitive_it_draws_as_jax_does(key, monkeypatch):
     monkeypatch.delattr("jax.extend.random.threefry2x32_p")
-    with pytest.warns(RuntimeWarning, match="lacks jax.extend.random.threefry2x32_p.*draws other numbers"):
+    with pytest.warns(
+        RuntimeWarning, match="lacks jax.extend.random.threefry2x32_p.*draws other numbers"
+    ):
         drawn = normal(key, (5,))
     np.testing.assert_array_equal(drawn, jax.random.normal(key, (5,)))
 
@@ -43,7 +50,9 @@ def test_other_generators_and_float64_are_jaxs_own(key):
     other = jax.random.key(3, impl="rbg")
     np.testing.assert_array_equal(normal(other, (4,)), jax.random.normal(other, (4,)))
     with jax.enable_x64(True):
-        np.testing.assert_array_equal(normal(key, (4,), jnp.float64), jax.random.normal(key, (4,), jnp.float64))
+        np.testing.assert_array_equal(
+            normal(key, (4,), jnp.float64), jax.random.normal(key, (4,), jnp.float64)
+        )
     with pytest.raises(ValueError, match="dtype"):
         normal(key, (4,), jnp.int32)
 

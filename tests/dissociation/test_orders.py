@@ -40,7 +40,11 @@ def test_rows_are_of_one_kind_if_all_numbers_are_equal():
     rows[5, 0] = -0.0
     for features in (rows, rows.astype(np.float32)):
         (kinds,) = kinds_of(features, units_of(6))
-        assert [kinds[1] == kinds[3], kinds[4] == kinds[5], len(set(kinds.tolist()))] == [True, True, 4]
+        assert [kinds[1] == kinds[3], kinds[4] == kinds[5], len(set(kinds.tolist()))] == [
+            True,
+            True,
+            4,
+        ]
     rows[3, 2] = np.nextafter(rows[3, 2], 1)
     (kinds,) = kinds_of(rows, units_of(6))
     assert len(set(kinds.tolist())) == 5
@@ -95,7 +99,9 @@ def test_labels_have_no_p_value_below_what_orders_can_give(first, second, orders
 def test_moments_give_no_p_value_below_one_over_the_number_of_orders():
     labels = np.repeat([0.0, 1.0], [12, 13])[:, None]
     y = 100 * labels + 0.01 * np.random.default_rng(0).normal(size=(25, 3))
-    assert float(compare(labels, y, "linear_cka", num_blocks=None).p_values) >= 1 / math.comb(25, 12)
+    assert float(compare(labels, y, "linear_cka", num_blocks=None).p_values) >= 1 / math.comb(
+        25, 12
+    )
 
 
 @pytest.mark.parametrize("name", ["linear_cka", "rsa"])

@@ -13,7 +13,13 @@ from dissociation.figures import planted
 pytestmark = pytest.mark.slow
 
 CONFIG = dataclasses.replace(
-    planted.Config().quick(), num_train=500, width=64, num_shown=40, num_more=60, strip=40, num_around=100
+    planted.Config().quick(),
+    num_train=500,
+    width=64,
+    num_shown=40,
+    num_more=60,
+    strip=40,
+    num_around=100,
 )
 
 
@@ -60,16 +66,22 @@ def test_marks_show_an_image(run):
     width = CONFIG.width
     mark, whole = planted.face(40, 40), planted.face(40, 164)
     shown = results.strip.values[:, width:]
-    np.testing.assert_allclose(results.strip.values[:, :width], results.activity.sel(stages="trained"), atol=1e-5)
+    np.testing.assert_allclose(
+        results.strip.values[:, :width], results.activity.sel(stages="trained"), atol=1e-5
+    )
     np.testing.assert_allclose(shown / shown.max(), mark, atol=1e-2)
     known = [correlation(shown, mark), correlation(results.whole, whole)]
     np.testing.assert_allclose(results.mark_correlation, known, atol=1e-5)
     assert known[0] > 0.95
     assert known[1] > results.mark_optimum.sel(marks="whole") - 1e-2
-    np.testing.assert_allclose(results.rdm.sel(states="whole"), 1 - np.corrcoef(results.whole.values), atol=1e-3)
+    np.testing.assert_allclose(
+        results.rdm.sel(states="whole"), 1 - np.corrcoef(results.whole.values), atol=1e-3
+    )
 
 
 def test_it_draws_saves_and_resumes(run):
     dims = {"correlation": ("extents", "stages")}
-    assert_figure(planted, CONFIG, jax.random.key(1), *run, dims=dims, rows=7, parts=("64 hidden units",))
+    assert_figure(
+        planted, CONFIG, jax.random.key(1), *run, dims=dims, rows=7, parts=("64 hidden units",)
+    )
     assert json.loads(run[0].attrs["data"])["num_train"] == 500

@@ -31,14 +31,22 @@ def predictions(model, x):
 
 
 def hidden(model, x):
-    return np.maximum(np.asarray(x) @ np.asarray(model.layers[0].weight).T + np.asarray(model.layers[0].bias), 0)
+    return np.maximum(
+        np.asarray(x) @ np.asarray(model.layers[0].weight).T + np.asarray(model.layers[0].bias), 0
+    )
 
 
 def planted_in(dtype):
     """Return a network, its inputs, and the planting of a pattern."""
     model, x, group = classifier(dtype=dtype)
     pattern = PATTERN.astype(dtype)
-    return model, x, plant_activity(group, model, x, pattern, num_passes=60, batch_size=40, learning_rate=1e-2, key=KEY)
+    return (
+        model,
+        x,
+        plant_activity(
+            group, model, x, pattern, num_passes=60, batch_size=40, learning_rate=1e-2, key=KEY
+        ),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +58,13 @@ def check_planted(model, x, found):
     np.testing.assert_array_equal(predictions(found.model, x), predictions(model, x))
     for place in (1, 2):
         np.testing.assert_array_equal(found.model.layers[place].weight, model.layers[place].weight)
-    for network, activity, value in zip((model, found.model), found.activity, found.correlation, strict=False):
+    for network, activity, value in zip(
+        (model, found.model), found.activity, found.correlation, strict=False
+    ):
         np.testing.assert_allclose(activity, hidden(network, x[:8]), atol=1e-4)
-        np.testing.assert_allclose(value, np.corrcoef(hidden(network, x[:8]).ravel(), PATTERN.ravel())[0, 1], atol=1e-4)
+        np.testing.assert_allclose(
+            value, np.corrcoef(hidden(network, x[:8]).ravel(), PATTERN.ravel())[0, 1], atol=1e-4
+        )
     trained, planted, best = found.correlation
     assert trained < 0.2
     assert planted > 0.5
@@ -77,7 +89,9 @@ def test_the_activity_moves_in_float64():
 def test_the_change_is_reduced_until_no_prediction_changes():
     model, x, group = classifier()
     with pytest.warns(UserWarning, match="of the change is kept"):
-        found = plant_activity(group, model, x, PATTERN, num_passes=1, batch_size=200, learning_rate=1.0, key=KEY)
+        found = plant_activity(
+            group, model, x, PATTERN, num_passes=1, batch_size=200, learning_rate=1.0, key=KEY
+        )
     assert found.changed[-1] > 0
     assert 0 <= found.kept < 1
     np.testing.assert_array_equal(predictions(found.model, x), predictions(model, x))
@@ -103,7 +117,9 @@ def test_the_best_activity_is_that_of_a_convex_problem(bias):
         return wrong @ wrong, 2 * rows.T @ wrong
 
     start = np.zeros(rows.shape[1])
-    weights = [minimize(excess, start, column, jac=True, method="L-BFGS-B").x for column in range(20)]
+    weights = [
+        minimize(excess, start, column, jac=True, method="L-BFGS-B").x for column in range(20)
+    ]
     known = np.maximum(rows @ np.stack(weights, 1), 0)
     value = np.corrcoef(known.ravel(), pattern.ravel())[0, 1]
     assert 0.15 < value < 0.9
@@ -135,7 +151,9 @@ def test_it_resumes_to_the_same_bits(tmp_path):
     whole = plant_activity(group, model, x, PATTERN, **options)
     file = tmp_path / "planting.ckpt"
     with pytest.raises(Stopped):
-        plant_activity(group, model, x, PATTERN, **options, checkpoint=file, progress=lambda *_: StopsAt(10))
+        plant_activity(
+            group, model, x, PATTERN, **options, checkpoint=file, progress=lambda *_: StopsAt(10)
+        )
     assert file.exists()
     resumed = plant_activity(group, model, x, PATTERN, **options, checkpoint=file)
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
@@ -170,7 +188,9 @@ def test_the_best_is_near_that_of_a_direct_search():
         seen = np.maximum(rows @ flat.reshape(6, 8), 0)
         spread = seen - seen.mean()
         value = (spread * wanted).sum() / np.linalg.norm(spread) / np.linalg.norm(wanted)
-        slope = wanted / np.linalg.norm(spread) / np.linalg.norm(wanted) - value * spread / np.sum(spread**2)
+        slope = wanted / np.linalg.norm(spread) / np.linalg.norm(wanted) - value * spread / np.sum(
+            spread**2
+        )
         return -value, -(rows.T @ ((slope - slope.mean()) * (seen > 0))).ravel()
 
     draws = np.random.default_rng(1).normal(size=(6, 48))
@@ -186,7 +206,11 @@ def test_what_cannot_be_planted_is_refused():
     capped, _, flat = classifier(lambda z: jnp.clip(z, 0, 2.45))
     single = eqx.nn.MLP(12, "scalar", 20, 1, key=jax.random.key(0))
     alone = neuron_groups(single, x[0])["layers[0]"]
-    layers = [eqx.nn.Conv2d(1, 20, 3, key=KEY), eqx.nn.Lambda(jax.nn.relu), eqx.nn.Lambda(jnp.ravel)]
+    layers = [
+        eqx.nn.Conv2d(1, 20, 3, key=KEY),
+        eqx.nn.Lambda(jax.nn.relu),
+        eqx.nn.Lambda(jnp.ravel),
+    ]
     convolution = eqx.nn.Sequential([*layers, eqx.nn.Linear(20 * 36, 4, key=KEY)])
     images = jax.random.normal(KEY, (50, 1, 8, 8))
     channels = next(iter(neuron_groups(convolution, images[0]).values()))
@@ -195,16 +219,31 @@ def test_what_cannot_be_planted_is_refused():
     dead = eqx.tree_at(lambda network: network.layers[0].bias, model, model.layers[0].bias - 100)
     refused(
         (lambda: plant(group, model, x, PATTERN[:, :3]), "`pattern` must .*and 20 columns"),
-        (lambda: plant(group, model, x, np.zeros((300, 20), np.float32)), "`pattern` must .*at most 200 rows"),
-        (lambda: plant(group, model, x, np.ones((8, 20), np.float32)), "`pattern` must .*not be constant"),
+        (
+            lambda: plant(group, model, x, np.zeros((300, 20), np.float32)),
+            "`pattern` must .*at most 200 rows",
+        ),
+        (
+            lambda: plant(group, model, x, np.ones((8, 20), np.float32)),
+            "`pattern` must .*not be constant",
+        ),
         (lambda: plant(curved, smooth, x, PATTERN), "`group` must be of ReLU neurons"),
-        (lambda: plant(flat, capped, x, PATTERN, num_passes=40, learning_rate=3e-2), "`group` must be of ReLU neurons"),
-        (lambda: plant(alone, single, x, PATTERN), "`model` must return one vector of at least two logits"),
+        (
+            lambda: plant(flat, capped, x, PATTERN, num_passes=40, learning_rate=3e-2),
+            "`group` must be of ReLU neurons",
+        ),
+        (
+            lambda: plant(alone, single, x, PATTERN),
+            "`model` must return one vector of at least two logits",
+        ),
         (lambda: plant(channels, convolution, images, PATTERN), "`group` must be made"),
         (lambda: plant(called, model, x, PATTERN), "`group` must be found without `call`"),
         (lambda: plant(group, model, x * np.nan, PATTERN), "`(inputs|model|group)` must"),
         (lambda: plant(group, broken, x, PATTERN), "`(inputs|model|group)` must"),
-        (lambda: plant(group, dead, x, PATTERN), "`group` must have an active neuron on the shown inputs"),
+        (
+            lambda: plant(group, dead, x, PATTERN),
+            "`group` must have an active neuron on the shown inputs",
+        ),
     )
     with pytest.raises(TypeError, match="`pattern` must be known"):
         jax.jit(lambda pattern: plant(group, model, x, pattern).correlation)(PATTERN)

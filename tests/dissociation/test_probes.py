@@ -45,10 +45,15 @@ def sklearn_folds(x, y, num_splits, ridge):
         z = np.where(constant, 0, (x - x[train].mean(0)) / deviation)
         two = len(set(labels[train])) == 2
         with threadpool_limits(1):  # on a busy machine more threads wait for each other
-            peer = LogisticRegression(C=(1 + two) / ridge, tol=1e-9, max_iter=10000).fit(z[train], labels[train])
+            peer = LogisticRegression(C=(1 + two) / ridge, tol=1e-9, max_iter=10000).fit(
+                z[train], labels[train]
+            )
         chances[np.ix_(test, peer.classes_)] = peer.predict_proba(z[test])
         if two:  # one vector stands for two opposite halves
-            weights, shift = np.stack([-peer.coef_[0], peer.coef_[0]], 1) / 2, np.r_[-1, 1] * peer.intercept_ / 2
+            weights, shift = (
+                np.stack([-peer.coef_[0], peer.coef_[0]], 1) / 2,
+                np.r_[-1, 1] * peer.intercept_ / 2,
+            )
         else:
             weights, shift = peer.coef_.T, peer.intercept_
         chosen = y[train][:, peer.classes_] * log_softmax(z[train] @ weights + shift, 1)
@@ -71,7 +76,8 @@ def test_equals_sklearn_on_the_same_folds(size, classes, num_splits, ridge):
     chances, losses = sklearn_folds(x, y, num_splits, ridge)
     np.testing.assert_allclose(fit.losses, losses, rtol=RTOL)
     assert fit.converged.all()
-    # Probabilities move with the square root of the loss: against a peer solved to 1e-9 ours is solved further, too.
+    # Probabilities move with the square root of the loss: against a peer solved to 1e-9 ours is
+    # solved further, too.
     tight = measures.linear_probe_fit(x, y, num_splits, ridge=ridge, tol=1e-6, folds="contiguous")
     np.testing.assert_allclose(tight.probabilities, chances, atol=0.01)
 
@@ -100,7 +106,9 @@ def test_stratified_folds_hold_every_class_evenly(shuffled, sizes, num_splits):
         np.testing.assert_array_equal(np.sort(table, 0), np.sort(peers, 0))
     part = number - 5
     used = np.asarray(fold_of(labels, num_splits, part, folds="stratified"))
-    np.testing.assert_array_equal(used[:part], fold_of(labels[:part], num_splits, folds="stratified"))
+    np.testing.assert_array_equal(
+        used[:part], fold_of(labels[:part], num_splits, folds="stratified")
+    )
     assert (used[part:] == num_splits).all()
 
 
@@ -113,7 +121,8 @@ def test_a_key_shuffles_folds_and_keeps_the_order():
     shuffled = np.asarray(measures.linear_probe(x, y, **SPLITS, key=key))
     plain = np.asarray(measures.linear_probe(x, y, **SPLITS))
     assert np.abs(shuffled - plain).max() > 1e-4
-    # The same samples in sorted blocks of that shuffle, with folds in the order, give the same rows.
+    # The same samples in sorted blocks of that shuffle, with folds in the order, give the same
+    # rows.
     order = np.argsort(np.asarray(fold_of(103, 4, key=key)), kind="stable")
     blocks = measures.linear_probe(x[order], y[order], **SPLITS)
     np.testing.assert_allclose(blocks, shuffled[order], atol=2e-3)
@@ -177,16 +186,22 @@ def test_a_common_offset_costs_its_digits_and_no_more():
 @pytest.mark.parametrize("unit", [1e30, 1e-30])
 def test_units_do_not_matter_to_the_converged_probe(unit):
     x, y = make_data()
-    plain, scaled = (measures.linear_probe_fit(f * x, y, **SPLITS) for f in (np.float32(1), np.float32(unit)))
+    plain, scaled = (
+        measures.linear_probe_fit(f * x, y, **SPLITS) for f in (np.float32(1), np.float32(unit))
+    )
     assert plain.converged.all() & scaled.converged.all()
     np.testing.assert_allclose(scaled.probabilities, plain.probabilities, atol=2e-2)
-    np.testing.assert_allclose(scaled.coefficients * np.float32(unit), plain.coefficients, atol=0.05)
+    np.testing.assert_allclose(
+        scaled.coefficients * np.float32(unit), plain.coefficients, atol=0.05
+    )
 
 
 def test_derivatives_are_refused():
     x, y = make_data(n=20, d=4)
     for predict in (measures.linear_probe, measures.gradient_probe):
-        with pytest.raises(TypeError, match="probe, as a function of its features, has no derivative"):
+        with pytest.raises(
+            TypeError, match="probe, as a function of its features, has no derivative"
+        ):
             jax.grad(lambda x, predict=predict: predict(x, y, 2).sum())(x)
 
 
@@ -233,7 +248,9 @@ def test_too_few_steps_are_reported_and_their_folds_predict_nothing():
 def test_folds_that_did_not_converge_predict_nothing_when_traced():
     """The numbers say it, and those of samples in no fold stay zero."""
     x, y = make_data()
-    predict = jax.jit(lambda x, c: measures.linear_probe(x, y, **SPLITS, max_steps=4, num_samples=c))
+    predict = jax.jit(
+        lambda x, c: measures.linear_probe(x, y, **SPLITS, max_steps=4, num_samples=c)
+    )
     part = np.asarray(predict(x, 50))
     assert np.isnan(part[:50]).all()
     np.testing.assert_array_equal(part[50:], 0)
@@ -265,7 +282,9 @@ def test_gradient_probe_is_stable_at_its_step_and_not_far_above():
     np.testing.assert_allclose(step, 2 * 80 / np.linalg.norm(design, 2) ** 2, rtol=1e-3)
     for offset in (1e4, 1e12):
         moved = (x - x.mean(0) + offset).astype(np.float32)
-        np.testing.assert_allclose(probes.stable_step_size(moved), 2 / (6 * offset**2 + 1), rtol=1e-3)
+        np.testing.assert_allclose(
+            probes.stable_step_size(moved), 2 / (6 * offset**2 + 1), rtol=1e-3
+        )
         assert np.isfinite(measures.gradient_probe(moved, y, 8, num_steps=3)).all()
 
     def loss(num_steps, size):
@@ -280,7 +299,13 @@ def test_gradient_probe_is_stable_at_its_step_and_not_far_above():
     loss(2, 2 * 0.99 * step)
     with pytest.warns(RuntimeWarning, match="is above the stable"):
         loss(2, 2 * 1.01 * step)
-    options = {"probe": "gradient", "num_splits": 8, "fractions": (1.0,), "num_steps": 2, "step_size": 2 * 1.01 * step}
+    options = {
+        "probe": "gradient",
+        "num_splits": 8,
+        "fractions": (1.0,),
+        "num_steps": 2,
+        "step_size": 2 * 1.01 * step,
+    }
     with pytest.warns(RuntimeWarning, match="is above the stable"):
         transfer_errors(x, y, key=None, **options)
 
@@ -290,8 +315,14 @@ def test_wrong_use():
     for predict in (measures.linear_probe, measures.gradient_probe):
         call = partial(predict, x, num_splits=5)
         refused(
-            (lambda call=call: call(y, num_splits=31), "`num_splits` must be at most the number of samples"),
-            (lambda call=call: call(y, folds="random"), "`folds` must be one of 'stratified', 'contiguous'"),
+            (
+                lambda call=call: call(y, num_splits=31),
+                "`num_splits` must be at most the number of samples",
+            ),
+            (
+                lambda call=call: call(y, folds="random"),
+                "`folds` must be one of 'stratified', 'contiguous'",
+            ),
             (lambda call=call: call(y, num_samples=4), "`num_samples` must lie between"),
             (lambda call=call: call(np.ones((30, 1), np.float32)), "`y` must be .* got one column"),
         )

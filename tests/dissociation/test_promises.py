@@ -37,7 +37,9 @@ def test_an_invariance_that_is_promised_for_a_shape_holds_there(width):
 def test_bounds_are_searched_where_no_invariance_holds():
     x = DRAWS.normal(size=(20, 30))
     y = x[:, :5] @ DRAWS.normal(size=(5, 2))
-    found = similarity_bounds(x, y, "linear_predictivity", free="x", key=jax.random.key(0), num_steps=10, num_starts=4)
+    found = similarity_bounds(
+        x, y, "linear_predictivity", free="x", key=jax.random.key(0), num_steps=10, num_starts=4
+    )
     witness = float(linear_predictivity(x * np.repeat([10.0, 0.1], [5, 25]), y))
     assert float(found.low) < float(found.measured) < witness <= float(found.high) + 1e-2
 
@@ -61,7 +63,9 @@ def test_subclasses_are_called_and_not_taken_apart():
     moved = error_rate(jax.vmap(model)(images + 30 * noise), jax.nn.one_hot(labels, 3))
     np.testing.assert_allclose(errors, [0, moved])
     assert 0 < moved < 1
-    with pytest.raises(TypeError, match=r"Standardised, a subclass with its own __call__. Pass model.layers\[-1\]"):
+    with pytest.raises(
+        TypeError, match=r"Standardised, a subclass with its own __call__. Pass model.layers\[-1\]"
+    ):
         linear_head(model)
     assert linear_head(Named(6, 3, 16, 1, key=jax.random.key(0)))[0].shape == (3, 16)
 
@@ -75,7 +79,9 @@ def test_one_logit_decides_by_its_sign():
     assert float(disagreement(x, y)) == pytest.approx(differ)
     for function in (disagreement, jensen_shannon):
         assert float(function(x, y)) == pytest.approx(float(function(*both)))
-    assert float(min_max_disagreement(x, y, labels)) == pytest.approx(float(min_max_disagreement(*both, labels)))
+    assert float(min_max_disagreement(x, y, labels)) == pytest.approx(
+        float(min_max_disagreement(*both, labels))
+    )
     first = 1 / (1 + np.exp(-x))
     second = 1 / (1 + np.exp(-y))
     middle = (first + second) / 2

@@ -36,7 +36,9 @@ def test_the_commit_of_a_checkout_and_none_elsewhere(tmp_path, monkeypatch):
 
     def git(*words):
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        return subprocess.run(["git", "-C", package.parent, *who, *words], capture_output=True, text=True, check=True)
+        return subprocess.run(
+            ["git", "-C", package.parent, *who, *words], capture_output=True, text=True, check=True
+        )
 
     git("init", "-q")
     assert provenance.commit() is None  # nothing is committed

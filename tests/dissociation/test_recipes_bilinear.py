@@ -22,10 +22,17 @@ def data():
 def test_training_learns_digits(data):
     with pytest.raises(ValueError, match="`noise` must be non-negative"):
         train_bilinear(data, 20, key=jax.random.key(0), noise=-1.0)
-    result = train_bilinear(data, 20, key=jax.random.key(0), num_seeds=2, num_epochs=15, batch_size=100)
+    result = train_bilinear(
+        data, 20, key=jax.random.key(0), num_seeds=2, num_epochs=15, batch_size=100
+    )
     assert result.history.loss.shape == (2, 15 * 11)
     observed = result.history.observed
-    assert set(observed) == {"train_loss", "train_accuracy", "validation_loss", "validation_accuracy"}
+    assert set(observed) == {
+        "train_loss",
+        "train_accuracy",
+        "validation_loss",
+        "validation_accuracy",
+    }
     assert observed["validation_accuracy"].shape == (2, 16)
     np.testing.assert_allclose(observed["validation_accuracy"][:, 0], 0.1, atol=0.1)
     assert (observed["validation_accuracy"][:, -1] > 0.5).all()
@@ -49,7 +56,9 @@ def test_noise_is_added_and_decay_pulls():
     batch = jnp.ones((5, 8)), jnp.eye(3)[jnp.asarray([0, 1, 2, 0, 1])]
     logits = jax.vmap(model)(batch[0] + 0.3 * normal(jax.random.key(7), (5, 8)))
     wanted = optax.softmax_cross_entropy(logits, batch[1]).mean()
-    np.testing.assert_allclose(noisy_cross_entropy(0.3)(model, batch, jax.random.key(7)), wanted, rtol=1e-6)
+    np.testing.assert_allclose(
+        noisy_cross_entropy(0.3)(model, batch, jax.random.key(7)), wanted, rtol=1e-6
+    )
     assert noisy_cross_entropy(0.0)(model, batch, jax.random.key(7)) != wanted
     optimizer = _optimizer(SETTINGS | {"weight_decay": 0.5})
     updates, _ = optimizer.update(jnp.zeros(3), optimizer.init(jnp.ones(3)), jnp.ones(3))

@@ -19,7 +19,9 @@ from dissociation.figures import Exhibit, report_html
 
 needs_browser = pytest.mark.skipif(browser.NAME is None, reason="no browser")
 
-ADDRESS = re.compile(r"""https?://|\bsrc=["'](?!data:)|url\((?!["']?(data:|\#))|@import|<link|<iframe""")
+ADDRESS = re.compile(
+    r"""https?://|\bsrc=["'](?!data:)|url\((?!["']?(data:|\#))|@import|<link|<iframe"""
+)
 """What would be fetched, or could be."""
 
 
@@ -37,7 +39,10 @@ def page(figure):
     rows = [["seed", "error"], ["0", "1 \u00b1 2 %"]]
     exhibit = Exhibit("glyphs: 3 seeds", figure, "Mean and band of 3 seeds.", rows)
     sections = {
-        "certificates": {"scaled": {"change": 1e-7, "flips": 0}, "duplicated": {"change": np.float32(0), "flips": 2}},
+        "certificates": {
+            "scaled": {"change": 1e-7, "flips": 0},
+            "duplicated": {"change": np.float32(0), "flips": 2},
+        },
         "settings": {"num_seeds": 3, "rates": (0.1, 0.25), "loss": 1.23456789, "data": None},
         "network": model,
     }
@@ -50,7 +55,13 @@ def without_scripts(page):
 
 def test_it_is_one_page_with_all_in_it(page):
     seen = Tags.of(without_scripts(page).partition("<body>")[2].partition("</body>")[0])
-    assert [seen.count(tag) for tag in ("h1", "figure", "img", "figcaption", "table")] == [1, 1, 1, 1, 3]
+    assert [seen.count(tag) for tag in ("h1", "figure", "img", "figcaption", "table")] == [
+        1,
+        1,
+        1,
+        1,
+        3,
+    ]
     assert re.findall(r"<h2>(.*?)</h2>", page) == ["certificates", "settings", "network"]
     assert "<h1>A &lt;report&gt;</h1>" in page
     assert "<figcaption>Mean and band of 3 seeds.</figcaption>" in page
@@ -63,9 +74,17 @@ def test_it_is_one_page_with_all_in_it(page):
 
 
 def test_texts_are_escaped_and_hold_anything(figure):
-    for words in ("<script>alert(1)</script>", r"\alpha \1 \g<0> \\", 'a & "b"', "{0} %s $title $body", "</template>"):
+    for words in (
+        "<script>alert(1)</script>",
+        r"\alpha \1 \g<0> \\",
+        'a & "b"',
+        "{0} %s $title $body",
+        "</template>",
+    ):
         exhibit = Exhibit(words, figure, words, [[words, "x"], [words, words]])
-        page = report_html(words, [exhibit], {words: {words: words}, "other": {words: {words: words}}, "model": {}})
+        page = report_html(
+            words, [exhibit], {words: {words: words}, "other": {words: {words: words}}, "model": {}}
+        )
         assert page.count(html.escape(words)) == 14
         assert words == html.escape(words) or words not in page
 
@@ -101,15 +120,21 @@ def opened(page, tmp_path):
     def told(*flags):
         shown, console = browser.run(telling, tmp_path, "--dump-dom", *flags)
         text = re.search(r'<pre id="told">(.*?)</pre>', shown, re.DOTALL).group(1)
-        return json.loads(text.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")), console
+        return json.loads(
+            text.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
+        ), console
 
     return path, told
 
 
 @needs_browser
-def test_a_browser_shows_the_trees_in_the_readers_colours_and_complains_of_nothing(opened, page, tmp_path):
+def test_a_browser_shows_the_trees_in_the_readers_colours_and_complains_of_nothing(
+    opened, page, tmp_path
+):
     path, told = opened
-    (light, console), (dark, _) = (told(f"--blink-settings=preferredColorScheme={scheme}") for scheme in (1, 0))
+    (light, console), (dark, _) = (
+        told(f"--blink-settings=preferredColorScheme={scheme}") for scheme in (1, 0)
+    )
     assert console == []
     assert "float32(200, 784)" in light["trees"][0]
     assert not light["wide"]
@@ -133,7 +158,9 @@ def test_a_page_that_comes_in_pieces_shows_its_trees_too(page, tmp_path):
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.end_headers()
-            for piece in (pieces[0], f"root.state.deferring = false;{pieces[1]}") if self.path == "/" else ():
+            for piece in (
+                (pieces[0], f"root.state.deferring = false;{pieces[1]}") if self.path == "/" else ()
+            ):
                 self.wfile.write(piece.encode())
                 self.wfile.flush()
                 time.sleep(0.3)
@@ -143,7 +170,9 @@ def test_a_page_that_comes_in_pieces_shows_its_trees_too(page, tmp_path):
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        shown, console = browser.run(f"http://127.0.0.1:{server.server_port}/", tmp_path, "--dump-dom")
+        shown, console = browser.run(
+            f"http://127.0.0.1:{server.server_port}/", tmp_path, "--dump-dom"
+        )
         server.shutdown()
     assert console == []
     assert "float32(200, 784)" in shown.partition('id="told"')[2]
@@ -153,7 +182,10 @@ def test_a_page_that_comes_in_pieces_shows_its_trees_too(page, tmp_path):
 @needs_browser
 def test_it_prints_and_can_be_photographed(opened, tmp_path):
     path, _ = opened
-    for flag, name, begins in (("--print-to-pdf", "x.pdf", b"%PDF"), ("--screenshot", "x.png", b"\x89PNG")):
+    for flag, name, begins in (
+        ("--print-to-pdf", "x.pdf", b"%PDF"),
+        ("--screenshot", "x.png", b"\x89PNG"),
+    ):
         _, console = browser.run(path, tmp_path, f"{flag}={tmp_path / name}")
         assert console == []
         assert (tmp_path / name).read_bytes().startswith(begins)

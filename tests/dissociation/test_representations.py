@@ -30,7 +30,9 @@ def names(depth):
     return [*(f"layers[{index}]" for index in range(depth)), "logits"]
 
 
-@pytest.mark.parametrize("depth", [1, 12])  # with twelve layers, the order of the alphabet is another one
+@pytest.mark.parametrize(
+    "depth", [1, 12]
+)  # with twelve layers, the order of the alphabet is another one
 def test_layers_come_in_forward_order(depth):
     key = jax.random.key(0)
     bilinear = ["embed", *(f"layers[{index}].left" for index in range(depth)), "logits"]
@@ -53,7 +55,9 @@ def test_unknown_layers_raise_with_the_known_ones():
     with pytest.raises(KeyError, match=rf"{names} 'hidden2'\.\"$"):
         found["hidden2"]
     assert "features" not in found  # a word for a layer, not one more layer
-    with pytest.raises(TypeError, match=r'`hidden` must be arrays by .* list\. .* named\(\{"layers\[0\]": array, '):
+    with pytest.raises(
+        TypeError, match=r'`hidden` must be arrays by .* list\. .* named\(\{"layers\[0\]": array, '
+    ):
         named([X], X)
     with pytest.raises(KeyError, match="must be one of 'logits', got 'features'"):
         named({}, X)["features"]
@@ -107,7 +111,9 @@ def test_members():
 
 def test_derivatives():
     alone = eqx.nn.MLP(4, 3, 5, 2, key=jax.random.key(0))
-    slope = eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sum(representations(model, X)["layers[0]"])))(alone)
+    slope = eqx.filter_jit(
+        eqx.filter_grad(lambda model: jnp.sum(representations(model, X)["layers[0]"]))
+    )(alone)
     positive = np.asarray(representations(alone, X)["layers[0]"]) > 0
     np.testing.assert_allclose(slope.layers[0].bias, positive.sum(0), rtol=1e-5)
     # A custom rule, as that of a ReLU at 0, is kept.
@@ -119,15 +125,23 @@ def test_derivatives():
 
 def test_stacked_models_and_single_examples_are_refused():
     for depth in (0, 2):  # as many members as units: every product would have a shape
-        make = lambda key, depth=depth: eqx.nn.MLP(4, 4, 4, depth, key=key)  # noqa: E731
+
+        def make(key, depth=depth):
+            return eqx.nn.MLP(4, 4, 4, depth, key=key)
+
         models = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 4))
-        with pytest.raises(TypeError, match=r"stacked ones\), got an error: weights of shape \(4, 4, 4\) are those"):
+        with pytest.raises(
+            TypeError, match=r"stacked ones\), got an error: weights of shape \(4, 4, 4\) are those"
+        ):
             representations(models, X)
     with pytest.raises(TypeError, match=r"`model` must take one example of shape \(\)"):
         representations(make(jax.random.key(0)), X[0])
     with pytest.raises(TypeError, match="`model` must return one array, got 2 arrays"):
         representations(lambda x: (x, x), X)
-    with pytest.raises(TypeError, match="`model` must be a function of one example, or such a one and its state, got"):
+    with pytest.raises(
+        TypeError,
+        match="`model` must be a function of one example, or such a one and its state, got",
+    ):
         representations(3, X)
 
 
@@ -149,13 +163,21 @@ def test_models_of_other_libraries():
 
 
 def test_one_program_computes_all_layers_and_what_functions_close_over_may_change():
-    make = lambda seed: eqx.nn.MLP(4, 3, 6, 2, key=jax.random.key(seed))  # noqa: E731
+    def make(seed):
+        return eqx.nn.MLP(4, 3, 6, 2, key=jax.random.key(seed))
+
     model, other = make(0), make(1)
-    for call in (lambda m: representations(m, X), lambda m: layer_inputs(m, X, ".layers[1].weight")):
+    for call in (
+        lambda m: representations(m, X),
+        lambda m: layer_inputs(m, X, ".layers[1].weight"),
+    ):
         assert len(compilations(lambda call=call: call(model))) == 1
         assert not compilations(lambda call=call: call(other))  # of the same structure
     factor = [1.0]
-    plain = lambda x: factor[0] * model(x)  # noqa: E731
+
+    def plain(x):
+        return factor[0] * model(x)
+
     before = representations(plain, X)["logits"]
     inputs = {"call": lambda m, x: m(factor[0] * x), "path": ".layers[0].weight"}
     np.testing.assert_allclose(layer_inputs(model, X, **inputs).rows, X)
@@ -187,13 +209,17 @@ class Convolved(eqx.Module):
         keys = jax.random.split(key, 3)
         self.first = eqx.nn.Conv(dims, 1, 5, 3, padding=1, key=keys[0])
         self.second = eqx.nn.Conv(dims, 5, 4, 3, padding=1, key=keys[1])
-        self.last = eqx.nn.Conv(dims, 4, 3, 1, key=keys[2]) if dense else eqx.nn.Linear(4, 3, key=keys[2])
+        self.last = (
+            eqx.nn.Conv(dims, 4, 3, 1, key=keys[2]) if dense else eqx.nn.Linear(4, 3, key=keys[2])
+        )
         self.dense = dense
 
     def __call__(self, x):
         x = eqx.nn.Pool(0.0, jax.lax.add, x.ndim - 1, 2, 2)(jax.nn.relu(self.first(x)))
         x = jax.nn.relu(self.second(x))
-        return 2 * jnp.tanh(self.last(x)) if self.dense else self.last(x.mean(tuple(range(1, x.ndim))))
+        return (
+            2 * jnp.tanh(self.last(x)) if self.dense else self.last(x.mean(tuple(range(1, x.ndim))))
+        )
 
 
 class Tokens(eqx.Module):
@@ -216,10 +242,21 @@ class Tokens(eqx.Module):
 
 def permuted(model, order, rows):
     """The same function with other channels in the first layer, and other logits."""
-    where = lambda m: (m.first.weight, m.first.bias, m.second.weight if hasattr(m, "second") else m.last.weight)  # noqa: E731
+
+    def where(m):
+        return (
+            m.first.weight,
+            m.first.bias,
+            m.second.weight if hasattr(m, "second") else m.last.weight,
+        )
+
     first, bias, read = where(model)
     model = eqx.tree_at(where, model, (first[order], bias[order], read[:, order]))
-    return eqx.tree_at(lambda m: (m.last.weight, m.last.bias), model, (model.last.weight[rows], model.last.bias[rows]))
+    return eqx.tree_at(
+        lambda m: (m.last.weight, m.last.bias),
+        model,
+        (model.last.weight[rows], model.last.bias[rows]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,7 +294,9 @@ def test_an_unknown_axis_of_channels_is_not_stated():
             hidden = jax.vmap(self.first)(x)
             return hidden + hidden.T
 
-    found = representations(Mixed(eqx.nn.Linear(4, 4, key=jax.random.key(0))), np.ones((7, 4, 4), np.float32))
+    found = representations(
+        Mixed(eqx.nn.Linear(4, 4, key=jax.random.key(0))), np.ones((7, 4, 4), np.float32)
+    )
     assert found.ranks == {}
     with pytest.raises(ValueError, match="`members` must be True or False for `representations"):
         pairwise(found, "linear_cka", positions="samples")
@@ -274,7 +313,10 @@ def test_an_unknown_axis_of_channels_is_not_stated():
 )
 def test_layers_of_all_models_are_compared_for_one_seed_and_for_several(model, seeds):
     options = {"size": 8, "heads": 2, "patch": 14} if model is Transformer else {}
-    make = lambda key: model(width=6, classes=3, key=key, **options)  # noqa: E731
+
+    def make(key):
+        return model(width=6, classes=3, key=key, **options)
+
     x = np.random.default_rng(1).random((9, 784)).astype(np.float32)
     if seeds == 1:
         found = representations(make(jax.random.key(1)), x)

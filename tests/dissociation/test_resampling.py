@@ -40,10 +40,14 @@ def intervals(measure_of, num_blocks):
 def test_rows_keep_their_folds_when_others_are_left_out(kind, num_blocks):
     fold_of = fold_numbers(60, 3, contiguous=kind == "contiguous")
     value, interval = intervals(lambda rows: r_squared(X[rows], Y[rows], fold_of[rows]), num_blocks)
-    found = compare(X, Y, "linear_predictivity", num_folds=3, folds=kind, num_blocks=num_blocks, p_values=False)
+    found = compare(
+        X, Y, "linear_predictivity", num_folds=3, folds=kind, num_blocks=num_blocks, p_values=False
+    )
     assert float(found.values) == pytest.approx(value, abs=1e-4)
     for name in ("estimate", "low", "high"):
-        assert float(getattr(found, name)) == pytest.approx(float(getattr(interval, name)), abs=2e-3)
+        assert float(getattr(found, name)) == pytest.approx(
+            float(getattr(interval, name)), abs=2e-3
+        )
 
 
 def test_fold_numbers_are_those_of_folds():
@@ -62,7 +66,9 @@ def half_by_rows(x, y, rows):
 
 
 def test_a_custom_measure_gets_the_numbers_of_its_rows():
-    measure = custom_measure(half_by_rows, identical=1.0, range=(0.0, 1.0), population=True, rows=True)
+    measure = custom_measure(
+        half_by_rows, identical=1.0, range=(0.0, 1.0), population=True, rows=True
+    )
     value, interval = intervals(lambda rows: float(half_by_rows(X[rows], Y[rows], rows)), 20)
     found = compare(X, Y, measure, num_blocks=20, p_values=False)
     assert float(found.values) == pytest.approx(float(value), abs=1e-5)

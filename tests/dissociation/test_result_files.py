@@ -50,9 +50,18 @@ def everything():
         "nothing": ("empty", "scales"), "no_names": ("empty",), "scales": ("scales",), "pairs": ("seeds", "seeds"),
         "layers": ("modes",),
     } | dict.fromkeys(("small", "alive", "counts", "bytes", "half", "words", "wide", "seeds"), ("seeds",))  # fmt: skip
-    attrs = {"config": {"width": 3, "rates": (0.1, 0.2)}, "nan": np.nan, "none": None, "yes": True, "text": "ä", "n": 3}
+    attrs = {
+        "config": {"width": 3, "rates": (0.1, 0.2)},
+        "nan": np.nan,
+        "none": None,
+        "yes": True,
+        "text": "ä",
+        "n": 3,
+    }
     units = {"scales": "seconds", "error": "%"}
-    return make_dataset(arrays, dims, coords={"layers": ["first", "last"]}, units=units, attrs=attrs)
+    return make_dataset(
+        arrays, dims, coords={"layers": ["first", "last"]}, units=units, attrs=attrs
+    )
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".nc"])
@@ -74,7 +83,11 @@ def test_names_of_axes_become_coordinates(everything):
     assert float(everything.error.sel(seeds=9, scales=1.0)) == everything.error.values[1, 1]
     assert everything.layers.dims == ("modes",)
     assert everything.attrs["config"] == '{"width": 3, "rates": [0.1, 0.2]}'
-    assert (everything.attrs["text"], everything.attrs["n"], everything.attrs["yes"]) == ("ä", 3, "true")
+    assert (everything.attrs["text"], everything.attrs["n"], everything.attrs["yes"]) == (
+        "ä",
+        3,
+        "true",
+    )
 
 
 def test_tables_are_tidy_and_never_a_product(everything):
@@ -89,11 +102,16 @@ def test_tables_are_tidy_and_never_a_product(everything):
     np.testing.assert_array_equal(errors.scales, [0.1, 1.0, np.nan] * 2)
     np.testing.assert_array_equal(errors.other_error, everything.other_error.values.ravel())
     modes = tables["seeds", "modes"]
-    assert (modes["layers"].tolist(), modes["modes"].tolist()) == (["first", "last"] * 2, [0, 1] * 2)
+    assert (modes["layers"].tolist(), modes["modes"].tolist()) == (
+        ["first", "last"] * 2,
+        [0, 1] * 2,
+    )
     assert len(tables["empty", "scales"]) == 0
     assert tables[()].stress.tolist() == [0.25]
     a = np.arange(6.0).reshape(2, 3)  # one table, whatever the order of the axes
-    ((_, table),) = tables_of(plain_dataset({"a": a, "b": 10 * a.T}, {"a": ("x", "y"), "b": ("y", "x")})).items()
+    ((_, table),) = tables_of(
+        plain_dataset({"a": a, "b": 10 * a.T}, {"a": ("x", "y"), "b": ("y", "x")})
+    ).items()
     pandas.testing.assert_series_equal(table.b, 10 * table.a, check_names=False)
 
 
@@ -105,16 +123,27 @@ def test_values_of_any_kind():
     assert as_json({"a": Config(), "b": jnp.arange(2), "c": 1j, "d": print}) == {
         "a": {"rates": [1, 2]}, "b": [0, 1], "c": "1j", "d": "<built-in function print>",
     }  # fmt: skip
-    found = plain_dataset({"half": jnp.ones(2, jnp.bfloat16), "b": np.zeros(4)}, {"half": ("k",), "b": ("k",)})
+    found = plain_dataset(
+        {"half": jnp.ones(2, jnp.bfloat16), "b": np.zeros(4)}, {"half": ("k",), "b": ("k",)}
+    )
     assert found.half.dtype == np.float32
-    assert (found.half.dims, found.b.dims) == (("k_2",), ("k_4",))  # unequal lengths are in the names of axes
+    assert (found.half.dims, found.b.dims) == (
+        ("k_2",),
+        ("k_4",),
+    )  # unequal lengths are in the names of axes
 
 
 def test_wrong_names_raise():
     unequal = {"k": np.zeros(2), "b": np.zeros(3)}
     refused(
-        (lambda: plain_dataset({"a": np.zeros(2)}, {}), r"`dims` must name the axes of a, of shape \(2,\), got"),
-        (lambda: plain_dataset({"axes": 1.0}, {}), "`arrays` must have names other than axes, labelled"),
+        (
+            lambda: plain_dataset({"a": np.zeros(2)}, {}),
+            r"`dims` must name the axes of a, of shape \(2,\), got",
+        ),
+        (
+            lambda: plain_dataset({"axes": 1.0}, {}),
+            "`arrays` must have names other than axes, labelled",
+        ),
         (lambda: plain_dataset(unequal, dict.fromkeys(unequal, ("k",))), "conflicting sizes"),
     )
     with pytest.raises(TypeError, match="`a` must hold numbers, booleans or text"):
@@ -147,7 +176,9 @@ def announced(path):
 
 
 def described(path, **rest):
-    np.savez(path, a=np.zeros(2), axes=np.array('{"a": ["x"]}'), labelled=np.array(json.dumps(rest)))
+    np.savez(
+        path, a=np.zeros(2), axes=np.array('{"a": ["x"]}'), labelled=np.array(json.dumps(rest))
+    )
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".nc"])
@@ -160,10 +191,14 @@ def test_names_are_no_arguments(tmp_path, name, suffix):
 
 @pytest.mark.parametrize("name", ["", "a/b", "axes", "labelled"])
 def test_names_that_no_file_can_hold_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="`dataset` must have names other than axes, labelled, without a slash"):
+    with pytest.raises(
+        ValueError, match="`dataset` must have names other than axes, labelled, without a slash"
+    ):
         save_results(xarray.Dataset({name: ("x", np.ones(2))}), tmp_path / "a.npz")
     assert not (tmp_path / "a.npz").exists()
-    with pytest.raises(TypeError, match="`dataset` must be an xarray.Dataset, got an object of type dict"):
+    with pytest.raises(
+        TypeError, match="`dataset` must be an xarray.Dataset, got an object of type dict"
+    ):
         save_results({"a": 1}, tmp_path / "a.npz")
 
 
@@ -178,15 +213,47 @@ def test_a_pipe_is_refused_before_it_is_read(tmp_path):
     ("name", "write", "reason"),
     [
         ("x.nc", lambda path: path.write_bytes(b""), "not a file of results: "),
-        ("x.npz", lambda path: path.write_bytes(b""), "not a file of results: File is not a zip file"),
-        ("x.npz", lambda path: path.write_text("words"), "not a file of results: File is not a zip file"),
-        ("x.npz", lambda path: np.save(path.open("wb"), np.zeros(2)), "not a file of results: File is not a zip file"),
-        ("x.npz", announced, "a.npy announces shape (1000000000000,) of float64, more than it holds"),
-        ("x.npz", lambda path: np.savez(path, axes=np.array("[" * 100_000)), "maximum recursion depth exceeded"),
+        (
+            "x.npz",
+            lambda path: path.write_bytes(b""),
+            "not a file of results: File is not a zip file",
+        ),
+        (
+            "x.npz",
+            lambda path: path.write_text("words"),
+            "not a file of results: File is not a zip file",
+        ),
+        (
+            "x.npz",
+            lambda path: np.save(path.open("wb"), np.zeros(2)),
+            "not a file of results: File is not a zip file",
+        ),
+        (
+            "x.npz",
+            announced,
+            "a.npy announces shape (1000000000000,) of float64, more than it holds",
+        ),
+        (
+            "x.npz",
+            lambda path: np.savez(path, axes=np.array("[" * 100_000)),
+            "maximum recursion depth exceeded",
+        ),
         ("x.npz", lambda path: described(path, attrs=[1]), "is broken, or not a file of results: "),
-        ("x.npz", lambda path: np.savez(path, a=np.array([{}], object)), "it holds Python objects, which are"),
-        ("x.npz", lambda path: np.savez(path, a=np.zeros(2)), "not a file of results: it lacks 'axes'"),
-        ("x.nc", lambda path: OTHER.to_netcdf(path, engine="h5netcdf"), "not a file of results: it lacks 'labelled'"),
+        (
+            "x.npz",
+            lambda path: np.savez(path, a=np.array([{}], object)),
+            "it holds Python objects, which are",
+        ),
+        (
+            "x.npz",
+            lambda path: np.savez(path, a=np.zeros(2)),
+            "not a file of results: it lacks 'axes'",
+        ),
+        (
+            "x.nc",
+            lambda path: OTHER.to_netcdf(path, engine="h5netcdf"),
+            "not a file of results: it lacks 'labelled'",
+        ),
         (
             "x.npz",
             lambda path: np.savez(path, axes=np.array("3"), labelled=np.array("3")),
@@ -205,7 +272,10 @@ def test_other_files_raise_with_a_reason(tmp_path, name, write, reason):
 @pytest.mark.parametrize("suffix", ["npz", "nc"])
 def test_arrays_that_changed_or_are_lacking_raise(tmp_path, suffix):
     path = tmp_path / f"x.{suffix}"
-    save_results(plain_dataset({"a": np.arange(6.0), "b": np.ones(3)}, {"a": ("time",), "b": ("seeds",)}), path)
+    save_results(
+        plain_dataset({"a": np.arange(6.0), "b": np.ones(3)}, {"a": ("time",), "b": ("seeds",)}),
+        path,
+    )
     if suffix == "nc":
         contents = bytearray(path.read_bytes())
         contents[contents.index(np.float64(4.0).tobytes()) + 6] ^= 1
@@ -228,8 +298,13 @@ def test_an_unreadable_file_is_not_called_broken(everything, tmp_path, monkeypat
 
 def test_without_the_extra_the_error_names_it(everything, tmp_path, monkeypatch):
     path = save_results(everything, tmp_path / "x.nc")
-    monkeypatch.setattr("dissociation._core.datasets.importlib.import_module", Mock(side_effect=ImportError))
+    monkeypatch.setattr(
+        "dissociation._core.datasets.importlib.import_module", Mock(side_effect=ImportError)
+    )
     for call in (lambda: save_results(everything, path), lambda: load_results(path)):
-        with pytest.raises(ImportError, match=r"h5netcdf must be installed .*: pip install 'dissociation\[netcdf\]'"):
+        with pytest.raises(
+            ImportError,
+            match=r"h5netcdf must be installed .*: pip install 'dissociation\[netcdf\]'",
+        ):
             call()
     assert_same(load_results(save_results(everything, tmp_path / "y.npz")), everything)

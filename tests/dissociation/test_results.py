@@ -41,7 +41,9 @@ class Measured(Result):
 
 @pytest.fixture
 def measured():
-    return Measured(jnp.ones(3), jnp.ones((2, 4)), jnp.ones((5, 3, 3)), jnp.ones((2, 7)), None, "cka", (1, 2))
+    return Measured(
+        jnp.ones(3), jnp.ones((2, 4)), jnp.ones((5, 3, 3)), jnp.ones((2, 7)), None, "cka", (1, 2)
+    )
 
 
 def test_axes_have_the_names_of_the_annotations(measured):
@@ -74,7 +76,10 @@ def test_members_of_a_grid_are_its_axes():
     table = moments.to_dataframe(GRID)["decay,rate", "seed"]
     assert list(table.columns) == ["decay,rate", "seed", "decay", "rate", "norms", "unit"]
     np.testing.assert_array_equal(table.rate, [1, 1, 2, 2, 3, 3])
-    with pytest.raises(ValueError, match=r"have 2 members on the first axis .* has shape \(2,\), got shape \(6, 3\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"have 2 members on the first axis .* has shape \(2,\), got shape \(6, 3\)",
+    ):
         moments.to_xarray(Grid(seed=[7, 9]))
 
 
@@ -98,7 +103,11 @@ def test_every_measure_has_names():
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-    kinds = [kind for kind in _below(Result) if kind.__module__.partition(".")[0] in ("dissociation", "koopman")]
+    kinds = [
+        kind
+        for kind in _below(Result)
+        if kind.__module__.partition(".")[0] in ("dissociation", "koopman")
+    ]
     assert len(kinds) >= 14
     for kind in kinds:
         result, fields = object.__new__(kind), dataclasses.fields(kind)
@@ -116,8 +125,16 @@ def _below(kind):
 
 
 def _rank(hint, axes):
-    kind = next((part for part in (hint, *getattr(hint, "__args__", ())) if hasattr(part, "dims")), None)
-    return 1 if kind is None else len(kind.dims) - 1 + len(axes) if kind.index_variadic == 0 else len(kind.dims)
+    kind = next(
+        (part for part in (hint, *getattr(hint, "__args__", ())) if hasattr(part, "dims")), None
+    )
+    return (
+        1
+        if kind is None
+        else len(kind.dims) - 1 + len(axes)
+        if kind.index_variadic == 0
+        else len(kind.dims)
+    )
 
 
 def test_results_stay_trees_that_transformations_take(measured):
@@ -129,13 +146,17 @@ def test_results_stay_trees_that_transformations_take(measured):
 
 
 def test_any_tree_of_arrays_will_do():
-    found = dataset_of({"a": [np.zeros(2), {"b": 1.5}], "c": (1, 2), "model": jnp.tanh, "none": None, "text": "x"})
+    found = dataset_of(
+        {"a": [np.zeros(2), {"b": 1.5}], "c": (1, 2), "model": jnp.tanh, "none": None, "text": "x"}
+    )
     dims = {name: array.dims for name, array in found.items()}
     assert dims == {"a_0": ("a_0_dim_0",), "a_1_b": (), "c": ("c_dim_0",)}
     assert found.attrs == {"text": "x"}
     assert dataset_of(np.zeros((2, 3)), "seeds")["values"].dims == ("seeds", "values_dim_0")
     assert dataset_of({"key": jax.random.key(0)})["key"].shape == (2,)
-    with pytest.raises(ValueError, match="`tree` must give each array a name of its own, got a_b twice"):
+    with pytest.raises(
+        ValueError, match="`tree` must give each array a name of its own, got a_b twice"
+    ):
         dataset_of({"a": {"b": np.zeros(2)}, "a_b": np.ones(2)})
     with pytest.raises(TypeError, match="`tree` must hold arrays, got an object of type dict"):
         dataset_of({"a": None})
@@ -149,7 +170,9 @@ def _loss(model, batch, key):
 
 @pytest.fixture(scope="module")
 def trained():
-    models = eqx.filter_vmap(lambda key: eqx.nn.Linear(5, 1, key=key))(jax.random.split(jax.random.key(0), 6))
+    models = eqx.filter_vmap(lambda key: eqx.nn.Linear(5, 1, key=key))(
+        jax.random.split(jax.random.key(0), 6)
+    )
     save = Save(lambda model, step, key: {"weight": model.weight[0]}, at=[0, 2, 4])
     step, data = make_step(_loss, optax.sgd(0.01)), FullBatch((FEATURES[0], LABELS.astype(float)))
     return fit(models, step, data, num_steps=4, key=jax.random.key(1), save=save)
@@ -158,7 +181,12 @@ def trained():
 def test_a_history_has_steps_and_members(trained, tmp_path):
     data = trained.history.to_xarray(GRID)
     assert data.loss.dims == ("decay,rate", "seed", "steps")
-    assert data.observed_weight.dims == ("decay,rate", "seed", "observed_at", "observed_weight_dim_0")
+    assert data.observed_weight.dims == (
+        "decay,rate",
+        "seed",
+        "observed_at",
+        "observed_weight_dim_0",
+    )
     np.testing.assert_array_equal(data.observed_at, [0, 2, 4])
     np.testing.assert_array_equal(data.loss.sel(seed=7, steps=3)[2], trained.history.loss[4, 3])
     np.testing.assert_array_equal(
@@ -166,7 +194,13 @@ def test_a_history_has_steps_and_members(trained, tmp_path):
     )
     assert data.metrics_largest.dims == data.loss.dims
     features = FullBatch((FEATURES[0], LABELS.astype(float)))
-    on = fit(trained.state, make_step(_loss, optax.sgd(0.01)), features, num_steps=2, key=jax.random.key(1))
+    on = fit(
+        trained.state,
+        make_step(_loss, optax.sgd(0.01)),
+        features,
+        num_steps=2,
+        key=jax.random.key(1),
+    )
     np.testing.assert_array_equal(on.history.to_xarray().steps, [4, 5])  # they go on counting
     read = load_results(trained.history.save(tmp_path / "history.npz", GRID))
     np.testing.assert_array_equal(read.loss.values.reshape(6, 4), trained.history.loss)

@@ -19,7 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from linear_regression import Normalised, linear_members, noisy_error, normalised_error, regression, trained, weights
+from linear_regression import (
+    Normalised,
+    linear_members,
+    noisy_error,
+    normalised_error,
+    regression,
+    trained,
+    weights,
+)
 
 import dissociation
 from dissociation.training import (
@@ -70,7 +78,9 @@ def test_a_run_that_a_callback_stopped_stays_stopped(key, tmp_path):
 
     def run(at):
         path = tmp_path / "run"
-        return trained(key, sampler=sampler, save=Save(at=at), num_steps=12, callbacks=[log], checkpoint=path)
+        return trained(
+            key, sampler=sampler, save=Save(at=at), num_steps=12, callbacks=[log], checkpoint=path
+        )
 
     first, again = run(range(0, 13, 3)), run(range(0, 13, 3))
     assert first.num_steps == again.num_steps == 6
@@ -83,7 +93,11 @@ def test_a_run_that_a_callback_stopped_stays_stopped(key, tmp_path):
 def test_a_run_that_a_callback_stopped_goes_on_without_it(key, tmp_path):
     run = partial(trained, key, sampler=Epochs(regression(key), 4), num_steps=12)
     path = tmp_path / "run"
-    stopped = run(save=Save(at=[0, 9, 12]), callbacks=[lambda step, records: np.bool_(step >= 6)], checkpoint=path)
+    stopped = run(
+        save=Save(at=[0, 9, 12]),
+        callbacks=[lambda step, records: np.bool_(step >= 6)],
+        checkpoint=path,
+    )
     assert stopped.num_steps == 9
     np.testing.assert_array_equal(weights(run(checkpoint=path)), weights(run()))
 
@@ -91,7 +105,10 @@ def test_a_run_that_a_callback_stopped_goes_on_without_it(key, tmp_path):
 @pytest.fixture
 def interruptible():
     """What runs in the background may ignore an interrupt."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
+    before = (
+        signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.getsignal(signal.SIGTERM),
+    )
     yield
     signal.signal(signal.SIGINT, before[0])
     signal.signal(signal.SIGTERM, before[1])
@@ -128,7 +145,9 @@ def test_a_signal_while_a_chunk_runs_loses_nothing(
     with pytest.raises(KeyboardInterrupt):
         train(checkpoint=path)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert terminated == [(signal.SIGTERM, True)] * (number == signal.SIGTERM)  # when the state was on the disk
+    assert terminated == [(signal.SIGTERM, True)] * (
+        number == signal.SIGTERM
+    )  # when the state was on the disk
     assert signal.getsignal(signal.SIGTERM) is handle
     assert 8 < checkpoints.read_header(path)["step"] < 25
     monkeypatch.setattr(run_module, "run_tasks", run)
@@ -154,9 +173,14 @@ def resumable(
         return scale * jnp.sum(model.weight)
 
     step = make_step(loss, rate if callable(rate) else optax.adam(rate), after_update=after_update)
-    sampler, models = sampler or Epochs(data, batch_size, shared=shared), models or linear_members(jax.random.key(1))
+    sampler, models = (
+        sampler or Epochs(data, batch_size, shared=shared),
+        models or linear_members(jax.random.key(1)),
+    )
     save = Save(observe if scale else None, at)
-    return fit(models, step, sampler, num_steps=num_steps, key=key, checkpoint=path, save=save, **options)
+    return fit(
+        models, step, sampler, num_steps=num_steps, key=key, checkpoint=path, save=save, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -188,19 +212,31 @@ def test_a_checkpoint_is_refused_to_another_program(key, tmp_path, stopped_run, 
     path = shutil.copy(stopped_run[0], tmp_path)
     if name.startswith("hyperparams"):
         change = {**change, "hyperparams": jnp.full(3, 0.05)}
-    with pytest.raises(ValueError, match=f"`checkpoint` must be a file of the same run, got .*, whose {name} differ"):
+    with pytest.raises(
+        ValueError,
+        match=f"`checkpoint` must be a file of the same run, got .*, whose {name} differ",
+    ):
         resumable(**{"key": key, "path": path, "num_steps": 30, **change})
 
 
 def test_a_finished_run_is_extended_and_its_records_are_kept(key, tmp_path, stopped_run):
-    path, extended = shutil.copy(stopped_run[0], tmp_path), shutil.copy(stopped_run[0], tmp_path / "extended")
+    path, extended = (
+        shutil.copy(stopped_run[0], tmp_path),
+        shutil.copy(stopped_run[0], tmp_path / "extended"),
+    )
     for _ in range(2):  # extended, then read
         same_run(resumable(key, extended, num_steps=30), stopped_run[1])
-    with pytest.raises(ValueError, match=r"`at` must hold no step before 12 at which .* was not observed, got 4"):
-        resumable(key, path, num_steps=30, at=[3, 4, 20])  # the first part was observed at 0, 3, 6, 9 and 12
+    with pytest.raises(
+        ValueError, match=r"`at` must hold no step before 12 at which .* was not observed, got 4"
+    ):
+        resumable(
+            key, path, num_steps=30, at=[3, 4, 20]
+        )  # the first part was observed at 0, 3, 6, 9 and 12
     some = resumable(key, path, num_steps=30, at=[3, 12, 20])
     assert some.history.observed_at.tolist() == [3, 12, 20]
-    np.testing.assert_array_equal(some.history.observed[:, :2], stopped_run[1].history.observed[:, [1, 4]])
+    np.testing.assert_array_equal(
+        some.history.observed[:, :2], stopped_run[1].history.observed[:, [1, 4]]
+    )
     with pytest.raises(ValueError, match="`num_steps` must be at least the 30 of"):
         resumable(key, path, num_steps=29)
 
@@ -208,21 +244,34 @@ def test_a_finished_run_is_extended_and_its_records_are_kept(key, tmp_path, stop
 def test_a_trace_of_another_version_says_so(key, tmp_path, stopped_run, monkeypatch):
     path = shutil.copy(stopped_run[0], tmp_path)
     monkeypatch.setattr(jax, "__version__", "99.0")
-    with pytest.raises(ValueError, match=r"program differ.*\(JAX .* wrote it, this is 99.0\), pass same_program=True"):
+    with pytest.raises(
+        ValueError,
+        match=r"program differ.*\(JAX .* wrote it, this is 99.0\), pass same_program=True",
+    ):
         resumable(key, path, num_steps=30, power=4)
-    resumable(key, path, num_steps=20)  # the same operations under another version: the same program
+    resumable(
+        key, path, num_steps=20
+    )  # the same operations under another version: the same program
     assert resumable(key, path, num_steps=30, power=4, same_program=True).num_steps == 30
     with pytest.raises(ValueError, match="whose key differ"):
         resumable(jax.random.key(1), path, num_steps=30, same_program=True)
-    checkpoints.save(path, None, checkpoints.read_header(path) | {"format": 2, "layout": "of other fields"})
-    with pytest.raises(ValueError, match="`checkpoint` must be a file of format 3, got .* of format 2"):
+    checkpoints.save(
+        path, None, checkpoints.read_header(path) | {"format": 2, "layout": "of other fields"}
+    )
+    with pytest.raises(
+        ValueError, match="`checkpoint` must be a file of format 3, got .* of format 2"
+    ):
         resumable(key, path)
 
 
 @pytest.mark.slow
 def test_a_second_phase_resumes_as_the_first_does(key, tmp_path):
     """Begun at a state of 5 steps, interrupted at 11, ended at 20."""
-    step, sampler, path = make_step(noisy_error, optax.adam(0.05)), Epochs(regression(key), 4), tmp_path / "run"
+    step, sampler, path = (
+        make_step(noisy_error, optax.adam(0.05)),
+        Epochs(regression(key), 4),
+        tmp_path / "run",
+    )
     save = Save(lambda m, s, k: m.weight)
     begun = fit(linear_members(key), step, sampler, num_steps=5, key=key, save=save)
     options = {"num_steps": 15, "key": key, "save": Save(save.observe, range(5, 21, 3))}
@@ -250,7 +299,10 @@ def noisy_normalised_error(model, state, batch, key):
 @pytest.mark.slow
 def test_aux_metrics_and_frozen_members_resume_bit_for_bit(key, tmp_path):
     models, aux = eqx.filter_vmap(eqx.nn.make_with_state(Normalised))(jax.random.split(key, 3))
-    step, sampler = make_step(noisy_normalised_error, optax.adam(0.05)), Epochs(regression(key, samples=30), 4)
+    step, sampler = (
+        make_step(noisy_normalised_error, optax.adam(0.05)),
+        Epochs(regression(key, samples=30), 4),
+    )
 
     def freeze(step, records):
         return np.array([False, step >= 6, step >= 12])
@@ -262,7 +314,14 @@ def test_aux_metrics_and_frozen_members_resume_bit_for_bit(key, tmp_path):
     options["save"] = Save(observe, range(0, 25, 3))
     whole = fit(models, step, sampler, callbacks=[freeze], **options)
     with pytest.raises(KeyboardInterrupt):
-        fit(models, step, sampler, checkpoint=tmp_path / "run", callbacks=[interrupt_at(9), freeze], **options)
+        fit(
+            models,
+            step,
+            sampler,
+            checkpoint=tmp_path / "run",
+            callbacks=[interrupt_at(9), freeze],
+            **options,
+        )
     assert checkpoints.read_header(tmp_path / "run")["frozen"] == [False, True, False]
     resumed = fit(models, step, sampler, checkpoint=tmp_path / "run", callbacks=[freeze], **options)
     same_run(whole, resumed)
@@ -309,8 +368,19 @@ def test_batches_of_the_host_resume_at_the_right_step(key, tmp_path):
                 raise OSError("the disk is gone")
             yield data[0][i % 16 * 4 :][:4], data[1][i % 16 * 4 :][:4]
 
-    step, sampler = make_step(noisy_error, optax.adam(0.05)), HostBatches(start, epoch_steps=16, block=4)
-    run = partial(fit, linear_members(key), step, sampler, num_steps=20, key=key, save=Save(at=range(0, 21, 4)))
+    step, sampler = (
+        make_step(noisy_error, optax.adam(0.05)),
+        HostBatches(start, epoch_steps=16, block=4),
+    )
+    run = partial(
+        fit,
+        linear_members(key),
+        step,
+        sampler,
+        num_steps=20,
+        key=key,
+        save=Save(at=range(0, 21, 4)),
+    )
     with pytest.raises(OSError, match="is gone"):
         run(checkpoint=path)
     assert checkpoints.read_header(path)["step"] == 12
@@ -321,7 +391,9 @@ def test_batches_of_the_host_resume_at_the_right_step(key, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_no_signal_is_lost_in_a_collection_of_garbage(key, tmp_path, interruptible, monkeypatch, number):
+def test_no_signal_is_lost_in_a_collection_of_garbage(
+    key, tmp_path, interruptible, monkeypatch, number
+):
     """Exceptions in a callback of the collector are ignored."""
     monkeypatch.setattr(run_module, "CHUNK_SECONDS", 0.0)
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -340,7 +412,9 @@ def test_no_signal_is_lost_in_a_collection_of_garbage(key, tmp_path, interruptib
     gc.callbacks.append(collected)
     try:
         with pytest.raises(KeyboardInterrupt):
-            noisy_run(key)(num_steps=25, save=Save(at=[0, 6]), callbacks=[collect], checkpoint=tmp_path / "run")
+            noisy_run(key)(
+                num_steps=25, save=Save(at=[0, 6]), callbacks=[collect], checkpoint=tmp_path / "run"
+            )
     finally:
         gc.callbacks.remove(collected)
     assert checkpoints.read_header(tmp_path / "run")["step"] == 6
@@ -369,7 +443,12 @@ def test_a_second_interrupt_raises_at_once(key, tmp_path, interruptible, monkeyp
 
 
 def test_an_interrupt_is_heard_while_the_host_makes_a_batch(key, tmp_path, interruptible):
-    batch, used, over, path = regression(key), threading.Event(), threading.Event(), tmp_path / "run"
+    batch, used, over, path = (
+        regression(key),
+        threading.Event(),
+        threading.Event(),
+        tmp_path / "run",
+    )
 
     def start(step):
         yield batch
@@ -379,7 +458,12 @@ def test_an_interrupt_is_heard_while_the_host_makes_a_batch(key, tmp_path, inter
         over.wait(60)
         yield batch
 
-    options = {"num_steps": 9, "save": Save(at=[1]), "callbacks": [lambda *_: used.set()], "checkpoint": path}
+    options = {
+        "num_steps": 9,
+        "save": Save(at=[1]),
+        "callbacks": [lambda *_: used.set()],
+        "checkpoint": path,
+    }
     with pytest.raises(KeyboardInterrupt):
         trained(key, sampler=HostBatches(start, block=1), **options)
     assert not over.is_set()
@@ -431,20 +515,29 @@ def test_kill_minus_nine_at_any_moment(tmp_path):
     for delay in (0.0, 0.2, 0.05):
         process = subprocess.Popen(command(path, "resumed.npy"))
         start = checkpoints.read_header(path)["step"] if path.exists() else -1
-        while process.poll() is None and not (path.exists() and checkpoints.read_header(path)["step"] > start):
+        while process.poll() is None and not (
+            path.exists() and checkpoints.read_header(path)["step"] > start
+        ):
             time.sleep(0.002)
         time.sleep(delay)
         process.send_signal(signal.SIGKILL)
         kills += process.wait() == -signal.SIGKILL
     assert kills >= 1
     subprocess.run(command(path, "resumed.npy"), check=True)
-    np.testing.assert_array_equal(np.load(tmp_path / "whole.npy"), np.load(tmp_path / "resumed.npy"))
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "whole.npy"), np.load(tmp_path / "resumed.npy")
+    )
 
 
 def test_handlers_are_taken_by_the_main_thread_alone_while_it_trains(key, interruptible):
     def trained():
         found = []
-        resumable(key, None, at=[0, 12], callbacks=[lambda *_: found.append(signal.getsignal(signal.SIGTERM))])
+        resumable(
+            key,
+            None,
+            at=[0, 12],
+            callbacks=[lambda *_: found.append(signal.getsignal(signal.SIGTERM))],
+        )
         return found[0]
 
     signal.signal(signal.SIGTERM, print)
@@ -452,7 +545,9 @@ def test_handlers_are_taken_by_the_main_thread_alone_while_it_trains(key, interr
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(trained).result() is print
     assert signal.getsignal(signal.SIGTERM) is print
-    resumable(key, None, at=[0], callbacks=[lambda *_: bool(signal.signal(signal.SIGTERM, repr)) and None])
+    resumable(
+        key, None, at=[0], callbacks=[lambda *_: bool(signal.signal(signal.SIGTERM, repr)) and None]
+    )
     assert signal.getsignal(signal.SIGTERM) is repr  # a callback's own
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert trained() is signal.SIG_IGN
@@ -464,7 +559,9 @@ def test_one_call_at_a_time_has_a_checkpoint(key, tmp_path):
 
     def second(step, records):
         if step == 0:
-            with pytest.raises(BlockingIOError, match=rf"run is in use by process {os.getpid()} on .* Wait for it"):
+            with pytest.raises(
+                BlockingIOError, match=rf"run is in use by process {os.getpid()} on .* Wait for it"
+            ):
                 run()
             run(name="other")
 

@@ -42,7 +42,9 @@ def test_parameter_noise_against_direct_evaluation(key):
     for model in (perceptron, eqx.nn.Linear(6, 3, key=key)):  # the latter the general way
         noise = parameter_noise(model, key=key)
         expected = direct(lambda s: jax.vmap(perturbed(model, noise, s))(images), labels)  # noqa: B023
-        errors = parameter_noise_error(model, images, labels, SCALES, noise=noise, scales_per_batch=1)
+        errors = parameter_noise_error(
+            model, images, labels, SCALES, noise=noise, scales_per_batch=1
+        )
         np.testing.assert_allclose(errors, expected, atol=1 / 200)
 
 
@@ -51,14 +53,18 @@ def test_parameter_noise_against_direct_evaluation(key):
 def test_networks_with_state_are_taken_for_the_functions_that_they_are(key):
     """Pairs (model, state), images of their own shape, and labels that are integers, wherever a model is evaluated."""
     (model, state), images = residual_cnn(key, "batch"), jax.random.normal(key, (60, 1, 8, 8))
-    run = eqx.filter_jit(lambda model, x: jax.vmap(lambda row: eqx.nn.inference_mode(model)(row, state)[0])(x))
+    run = eqx.filter_jit(
+        lambda model, x: jax.vmap(lambda row: eqx.nn.inference_mode(model)(row, state)[0])(x)
+    )
     common = run(model, images).mean(0)  # without which all images are of one class
     pair = eqx.tree_at(lambda m: m.head.bias, model, model.head.bias - common), state
     function = lambda x: run(pair[0], x[None])[0]  # noqa: E731
     labels = run(pair[0], images).argmax(1)
     assert bool(certify(pair, function, images).kept(1e-5))
     draws = jax.random.normal(jax.random.fold_in(key, 1), images.shape)
-    own, wanted = (input_noise_error(m, images, labels, SCALES, noise=draws) for m in (pair, function))
+    own, wanted = (
+        input_noise_error(m, images, labels, SCALES, noise=draws) for m in (pair, function)
+    )
     np.testing.assert_allclose(own, wanted, atol=1 / 60)
     assert wanted[-1] > 0.1
     for where in (None, lambda m: m[0].head):
@@ -99,11 +105,25 @@ def test_wrong_arguments_are_named(key):
     ):
         with pytest.raises(ValueError, match="`noise` must be shaped like the parameters"):
             parameter_noise_error(model, images, labels, SCALES, noise=wrong)
-    stacked = eqx.filter_vmap(lambda key: eqx.nn.MLP(6, 3, 16, 2, key=key))(jax.random.split(key, 2))
+    stacked = eqx.filter_vmap(lambda key: eqx.nn.MLP(6, 3, 16, 2, key=key))(
+        jax.random.split(key, 2)
+    )
     for wrong, error, words in (
-        (stacked, TypeError, r"`model` must take one example of shape \(6,\) \(a single model, no stacked ones\)"),
-        (eqx.nn.MLP(6, 2, 16, 2, key=key), ValueError, r"`model` must give an output for each of the 3 classes, got"),
-        (eqx.nn.MLP(6, 4, 16, 2, key=key), ValueError, r"`labels` must have 4 classes, .* got 3\..*one_hot"),
+        (
+            stacked,
+            TypeError,
+            r"`model` must take one example of shape \(6,\) \(a single model, no stacked ones\)",
+        ),
+        (
+            eqx.nn.MLP(6, 2, 16, 2, key=key),
+            ValueError,
+            r"`model` must give an output for each of the 3 classes, got",
+        ),
+        (
+            eqx.nn.MLP(6, 4, 16, 2, key=key),
+            ValueError,
+            r"`labels` must have 4 classes, .* got 3\..*one_hot",
+        ),
     ):
         draws = parameter_noise(wrong, key=key)
         for run, own in ((input_noise_error, noise), (parameter_noise_error, draws)):
@@ -123,14 +143,18 @@ def test_a_network_that_has_diverged_has_no_error_rate(bad, label, key):
 
 def test_noise_that_breaks_the_network_gives_nan(key):
     model, images, labels, noise = problem(key)
-    broken = eqx.tree_at(lambda m: m.layers[1].weight, model, replace_fn=lambda w: w.at[0, 0].set(jnp.nan))
+    broken = eqx.tree_at(
+        lambda m: m.layers[1].weight, model, replace_fn=lambda w: w.at[0, 0].set(jnp.nan)
+    )
     draws = parameter_noise(model, key=key)
     for call in (
         lambda: input_noise_error(broken, images, labels, SCALES, noise=noise),
         lambda: input_noise_error(lambda x: broken(x), images, labels, SCALES, noise=noise),
         lambda: parameter_noise_error(broken, images, labels, SCALES, noise=draws),
     ):
-        with pytest.warns(RuntimeWarning, match=r"`model` gives outputs .* at `scales` \[0.  0.3 1.  3. \]"):
+        with pytest.warns(
+            RuntimeWarning, match=r"`model` gives outputs .* at `scales` \[0.  0.3 1.  3. \]"
+        ):
             assert np.isnan(call()).all()
     huge = jax.tree.map(lambda draw: draw * 1e30, draws)
     with pytest.warns(RuntimeWarning, match=r"at `scales` \[0.3 1.  3. \]"):

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from linear_regression import linear_members, mean_of_batch, noisy_error, regression, trained, weights
+from linear_regression import (
+    linear_members,
+    mean_of_batch,
+    noisy_error,
+    regression,
+    trained,
+    weights,
+)
 
 from dissociation.training import Epochs, FullBatch, HostBatches, Online, Sampler, fit, make_step
 from dissociation.training import _samplers as samplers_module
@@ -37,27 +44,40 @@ def test_every_epoch_uses_every_sample_once(key, shared):
 def test_without_shuffling_batches_come_in_the_given_order(key, stacked, drop):
     factors = jnp.arange(1.0, 4)[:, None] if stacked else jnp.ones((3, 1))
     data = factors * jnp.arange(10.0)[None]
-    sampler = Epochs(data if stacked else data[0], 4, shuffle=False, stacked=stacked, drop_remainder=drop)
+    sampler = Epochs(
+        data if stacked else data[0], 4, shuffle=False, stacked=stacked, drop_remainder=drop
+    )
     wanted = [1.5, 5.5] * 3 if drop else [1.5, 5.5, 8.5] * 3
-    np.testing.assert_allclose(losses(sampler, key, num_epochs=3), factors * np.array(wanted)[None], rtol=1e-6)
+    np.testing.assert_allclose(
+        losses(sampler, key, num_epochs=3), factors * np.array(wanted)[None], rtol=1e-6
+    )
 
 
 KINDS = {
     "epochs": Epochs,
     "whole": lambda data, size, shared, stacked: FullBatch(data, stacked=stacked),
-    "draws": lambda data, size, **options: Online(lambda source, key: source + jax.random.normal(key), data, **options),
+    "draws": lambda data, size, **options: Online(
+        lambda source, key: source + jax.random.normal(key), data, **options
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "shared", "size"),
-    [("epochs", True, 4), ("epochs", False, 5), ("whole", True, 4), ("draws", False, 4)],  # one smaller last batch
+    [
+        ("epochs", True, 4),
+        ("epochs", False, 5),
+        ("whole", True, 4),
+        ("draws", False, 4),
+    ],  # one smaller last batch
 )
 def test_members_may_have_data_of_their_own(key, kind, shared, size):
     """Stacked data: every member as if it were alone with its own."""
     stacked = np.asarray(jax.random.normal(key, (3, 12)))
     member_keys = key if shared else jax.random.split(key, 3)
-    found = losses(KINDS[kind](stacked, size, shared=shared, stacked=True), member_keys, num_steps=7)
+    found = losses(
+        KINDS[kind](stacked, size, shared=shared, stacked=True), member_keys, num_steps=7
+    )
     for m in range(3):
         own, sampler = slice(m, m + 1), KINDS[kind](stacked[m], size, shared=shared, stacked=False)
         alone = losses(sampler, key if shared else member_keys[own], 1, num_steps=7)
@@ -68,10 +88,16 @@ def test_members_may_have_data_of_their_own(key, kind, shared, size):
 def test_stacked_data_must_belong_to_the_members(key):
     stacked = partial(Epochs, stacked=True)
     for call, words in (
-        (lambda: losses(stacked(jnp.ones((2, 8)), 4), key, num_steps=1), r"members as `models` \(3\), got 2"),
+        (
+            lambda: losses(stacked(jnp.ones((2, 8)), 4), key, num_steps=1),
+            r"members as `models` \(3\), got 2",
+        ),
         (lambda: stacked(jnp.ones((2, 7)), 8), r"at most the number of samples \(7\), got 8"),
         (lambda: Online(lambda key: key, stacked=True), "`source` must be given"),
-        (lambda: stacked((jnp.ones((3, 5)), jnp.ones((3, 4))), 2), r"`data` must agree .*\[1\] with \(4,\)"),
+        (
+            lambda: stacked((jnp.ones((3, 5)), jnp.ones((3, 4))), 2),
+            r"`data` must agree .*\[1\] with \(4,\)",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()
@@ -114,7 +140,9 @@ def test_a_sampler_of_ones_own(key):
     found = losses(Alternating(jnp.arange(50.0)), key, num_epochs=3)
     steps = np.diff(found.reshape(3, 3, 10), axis=2) % 50
     assert (steps == 1).all()
-    assert len(np.unique(found.reshape(3, 3, 10)[:, :, 0])) > 5  # every member and every block begins elsewhere
+    assert (
+        len(np.unique(found.reshape(3, 3, 10)[:, :, 0])) > 5
+    )  # every member and every block begins elsewhere
 
 
 def in_order(data, size, begun=None):
@@ -132,7 +160,9 @@ def in_order(data, size, begun=None):
     return start
 
 
-@pytest.mark.parametrize(("member_map", "block"), [("vmap", 4), pytest.param("scan", 100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("member_map", "block"), [("vmap", 4), pytest.param("scan", 100, marks=pytest.mark.slow)]
+)
 def test_batches_of_the_host_equal_those_of_arrays(key, member_map, block):
     models, data = linear_members(key), regression(key, samples=20)
     step, how = make_step(noisy_error, optax.adam(0.05)), {"member_map": member_map}
@@ -153,7 +183,10 @@ def test_batches_of_the_host_equal_those_of_arrays(key, member_map, block):
 def test_an_iterator_that_ends_says_so(key, count, block):
     data = jnp.ones((4, 3))
     sampler = HostBatches(lambda step: iter([data] * (count - step)), block=block)
-    wanted = f"`start` must give a batch for every step, {count} among them, got an iterator that has ended"
+    wanted = (
+        f"`start` must give a batch for every step, {count} among them, got an iterator "
+        "that has ended"
+    )
     with pytest.raises(ValueError, match=wanted):
         losses(sampler, key, num_steps=11)
     if count:
@@ -174,13 +207,21 @@ def test_an_iterator_may_fill_one_buffer_again_and_again(key):
 def test_batches_of_several_shapes_are_refused(key):
     sizes = [4, 4, 4, 2]
     for block in (4, 1):  # within what is handed over at once, and between
-        sampler = HostBatches(lambda step: (np.ones(size, np.float32) for size in sizes[step:]), block=block)
-        with pytest.raises(ValueError, match=r"`start` must give batches of one structure .*at step 3 .*smaller batch"):
+        sampler = HostBatches(
+            lambda step: (np.ones(size, np.float32) for size in sizes[step:]), block=block
+        )
+        with pytest.raises(
+            ValueError,
+            match=r"`start` must give batches of one structure .*at step 3 .*smaller batch",
+        ):
             losses(sampler, key, num_steps=4)
 
 
 def test_the_thread_of_the_host_ends_with_the_run(key):
-    sampler, failing = HostBatches(in_order(regression(key, samples=20), 4), block=2), Mock(side_effect=RuntimeError)
+    sampler, failing = (
+        HostBatches(in_order(regression(key, samples=20), 4), block=2),
+        Mock(side_effect=RuntimeError),
+    )
     with pytest.raises(RuntimeError):
         trained(key, sampler=sampler, num_steps=6, callbacks=[failing])
     for thread in [thread for thread in threading.enumerate() if "(fill)" in thread.name]:
@@ -191,12 +232,24 @@ def test_the_thread_of_the_host_ends_with_the_run(key):
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (([[1.0, 2.0]], [3.0]), TypeError, r"`data` must hold arrays, samples first, got float 1.0 at data\[0\]\[0\]"),
+        (
+            ([[1.0, 2.0]], [3.0]),
+            TypeError,
+            r"`data` must hold arrays, samples first, got float 1.0 at data\[0\]\[0\]",
+        ),
         ((np.ones(10), np.full(10, None)), TypeError, r"`data\[1\]` must be .* dtype object"),
-        (np.full(10, 2**40), ValueError, "`data` must hold integers from -2147483648 to 2147483647, got 1099511627776"),
+        (
+            np.full(10, 2**40),
+            ValueError,
+            "`data` must hold integers from -2147483648 to 2147483647, got 1099511627776",
+        ),
         (jnp.full(10, jnp.inf, jnp.bfloat16), ValueError, "`data` must be finite, got inf"),
         ({}, ValueError, "`data` must hold at least one array"),
-        ((np.ones(10), np.ones(9)), ValueError, r"`data` must agree in the leading axis.*\[1\] with \(9,\)"),
+        (
+            (np.ones(10), np.ones(9)),
+            ValueError,
+            r"`data` must agree in the leading axis.*\[1\] with \(9,\)",
+        ),
     ],
 )
 def test_data_that_are_no_arrays_of_numbers_are_refused(data, error, message):
@@ -208,7 +261,11 @@ def test_data_that_are_no_arrays_of_numbers_are_refused(data, error, message):
 def test_what_the_host_starts_must_give_batches(key):
     for start, error, words in (
         (lambda step: None, TypeError, "`start` must return an iterator of batches, got None"),
-        (lambda step: [[[1.0, 2.0]]] * 9, TypeError, "`start` must hold arrays, samples first, got float 1.0"),
+        (
+            lambda step: [[[1.0, 2.0]]] * 9,
+            TypeError,
+            "`start` must hold arrays, samples first, got float 1.0",
+        ),
         (lambda step: 1 // 0, ZeroDivisionError, "by zero"),
     ):
         with pytest.raises(error, match=words):

@@ -29,7 +29,9 @@ OPERATIONS = {
     "chosen": lambda y: y[jnp.zeros(1, int)] if len(y) else y,
     "written": lambda y: y.at[:1].set(0.0),
     "softmax": lambda y: jax.nn.softmax(y) if len(y) else y,
-    "a loop": lambda y: jax.lax.scan(lambda carry, row: (carry + row, carry * row), y, jnp.ones((1, len(y))))[1],
+    "a loop": lambda y: jax.lax.scan(
+        lambda carry, row: (carry + row, carry * row), y, jnp.ones((1, len(y)))
+    )[1],
     "spectrum": lambda y: jnp.abs(jnp.fft.fft(y)) if len(y) else y,
 }
 
@@ -38,10 +40,14 @@ OPERATIONS = {
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_rules_take_the_shapes_of_results_from_the_program(name, size):
     model = np.ones((2, 3), np.float32), np.ones((3, max(size, 1)), np.float32)
-    report = group_report(model, np.ones(2, np.float32), call=lambda m, x: OPERATIONS[name]((x @ m[0] @ m[1])[:size]))
+    report = group_report(
+        model, np.ones(2, np.float32), call=lambda m, x: OPERATIONS[name]((x @ m[0] @ m[1])[:size])
+    )
     assert [len(group.slots) for group in report.groups.values()][:1] == [2]  # the hidden layer
 
 
 def test_powers_of_one_output():
-    report = group_report(np.ones((4, 1)), np.ones(4), call=lambda m, x: (x @ m) * 2.0 ** jnp.arange(1))
+    report = group_report(
+        np.ones((4, 1)), np.ones(4), call=lambda m, x: (x @ m) * 2.0 ** jnp.arange(1)
+    )
     assert not report.groups

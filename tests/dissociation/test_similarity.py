@@ -34,7 +34,13 @@ FUNCTIONAL = ("disagreement", "jensen_shannon")
 FEW_FOLDS = {"linear_predictivity": {"num_folds": 2}}
 """Options of measures whose programs grow with the number of folds."""
 
-WITHOUT_DERIVATIVE = (*FUNCTIONAL, "svcca", "rbf_cka", "angular_similarity", "cca_squared")  # some through others
+WITHOUT_DERIVATIVE = (
+    *FUNCTIONAL,
+    "svcca",
+    "rbf_cka",
+    "angular_similarity",
+    "cca_squared",
+)  # some through others
 
 MAPS = {
     "O": lambda x: x @ ROTATION,
@@ -63,11 +69,16 @@ def test_what_is_claimed_of_a_measure_holds_and_no_more(name):
     options = {"members": True, "baseline": False, "num_blocks": None, "p_values": False}
     stacked = np.stack(variants)
     options |= FEW_FOLDS.get(name, {})
-    table = np.asarray(similarity.compare(stacked, stacked.copy(), measure, **options).values)  # both triangles
+    table = np.asarray(
+        similarity.compare(stacked, stacked.copy(), measure, **options).values
+    )  # both triangles
     tolerance = 1e-9
     of_y = measure.invariances if measure.invariances_of_y is None else measure.invariances_of_y
     for index, letter in enumerate(MAPS, 1):
-        for side, values, claimed in (("x", table[:, -1], measure.invariances), ("y", table[-1], of_y)):
+        for side, values, claimed in (
+            ("x", table[:, -1], measure.invariances),
+            ("y", table[-1], of_y),
+        ):
             moved = abs(values[index] - values[0])
             if letter in claimed:
                 assert moved < tolerance, f"{name} moves by {moved} under {letter} of {side}"
@@ -82,7 +93,9 @@ def test_what_is_claimed_of_a_measure_holds_and_no_more(name):
     else:
         assert abs(table - table.T).max() > 1e-3
     if measure.metric:
-        slack = table[:, :, None] + table.T[None] - table[:, None]  # [i, j, k]: d(i, j) + d(k, j) - d(i, k)
+        slack = (
+            table[:, :, None] + table.T[None] - table[:, None]
+        )  # [i, j, k]: d(i, j) + d(k, j) - d(i, k)
         assert slack.min() > -tolerance
 
 
@@ -97,7 +110,11 @@ def test_measures_agree_with_an_independent_reference(name, precision):
         ours, wanted = np.cos(ours), np.cos(wanted)
     elif name in ("procrustes_distance", "gulp_distance"):
         ours, wanted = ours**2, wanted**2
-        tolerance *= P + Q if name == "gulp_distance" else sum(np.sum((part - part.mean(0)) ** 2) for part in wide)
+        tolerance *= (
+            P + Q
+            if name == "gulp_distance"
+            else sum(np.sum((part - part.mean(0)) ** 2) for part in wide)
+        )
     assert abs(ours - wanted) <= tolerance
 
 
@@ -116,7 +133,9 @@ def test_options_agree_with_the_reference():
     squared = similarity.gulp_distance(X, Y, lam=0.0) ** 2
     assert_close(squared / (P + Q), reference.gulp_distance(X, Y, 0.0) ** 2 / (P + Q))
     outputs = X[:, :Q], Y, RNG.integers(0, Q, SAMPLES)
-    assert_close(similarity.min_max_disagreement(*outputs), reference.min_max_disagreement(*outputs))
+    assert_close(
+        similarity.min_max_disagreement(*outputs), reference.min_max_disagreement(*outputs)
+    )
 
 
 @pytest.mark.usefixtures("x64")
@@ -138,7 +157,9 @@ def test_predictivity_of_contiguous_folds_agrees_with_the_reference():
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kind", ["euclidean", "squared", "correlation", "cosine"])
 def test_rdms_agree_with_the_reference(kind):
-    np.testing.assert_allclose(similarity.rdm(X, kind), reference.rdm(X, kind), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        similarity.rdm(X, kind), reference.rdm(X, kind), rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.usefixtures("x64")
@@ -170,7 +191,9 @@ def test_crossnobis_agrees_with_rsatoolbox():
         settings = {"descriptor": "cond", "cv_descriptor": "run", "noise": np.linalg.inv(noise)}
         found = calc_rdm(Dataset(X, obs_descriptors=runs), method="crossnobis", **settings)
     wanted = found.get_vectors()[0]
-    np.testing.assert_allclose(similarity.crossnobis_rdm(X[:half], X[half:], noise), wanted, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        similarity.crossnobis_rdm(X[:half], X[half:], noise), wanted, rtol=1e-9, atol=1e-9
+    )
     assert wanted.min() < 0  # not clipped
 
 
@@ -204,7 +227,9 @@ def test_derivatives_are_those_of_differences_or_refused(name):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("form", [kernels.LINEAR_CKA, kernels.DEBIASED_CKA], ids=["linear", "debiased"])
+@pytest.mark.parametrize(
+    "form", [kernels.LINEAR_CKA, kernels.DEBIASED_CKA], ids=["linear", "debiased"]
+)
 def test_features_and_samples_agree_and_the_cheaper_form_is_taken(form):
     few, many = of_sizes(form, 10_000, 50, 50), of_sizes(form, 100, 5000, 5000)
     assert few.prepare is form.prepare
@@ -223,8 +248,11 @@ def test_neighbours_that_tie_share_their_places():
     """Broken by the order of rows, ties would be broken alike on both sides and pass for agreement."""
     x = np.repeat(np.eye(4, dtype=np.float32), 10, 0)
     y = np.tile(np.eye(4, dtype=np.float32), (10, 1))
-    # Of 9 equals in x and in y, 5 are drawn; two rows are equal in both where i // 10 = j // 10 and i % 4 = j % 4.
-    same = (np.arange(40)[:, None] // 10 == np.arange(40) // 10) & (np.arange(40)[:, None] % 4 == np.arange(40) % 4)
+    # Of 9 equals in x and in y, 5 are drawn; two rows are equal in both where i // 10 = j // 10 and
+    # i % 4 = j % 4.
+    same = (np.arange(40)[:, None] // 10 == np.arange(40) // 10) & (
+        np.arange(40)[:, None] % 4 == np.arange(40) % 4
+    )
     wanted = np.mean((same.sum(1) - 1) * (5 / 9) ** 2) / 5
     np.testing.assert_allclose(similarity.mutual_knn(x, y, num_neighbours=5), wanted, rtol=1e-5)
 
@@ -233,7 +261,9 @@ def test_soft_matching_by_assignment_and_by_a_linear_programme(monkeypatch):
     wanted = similarity.soft_matching(X, Y)
     monkeypatch.setattr(matching, "LARGEST_ASSIGNMENT", 0)
     np.testing.assert_allclose(similarity.soft_matching(X, Y), wanted, atol=1e-6)
-    np.testing.assert_allclose(similarity.soft_matching(X, Z), similarity.hard_matching(X, Z), atol=1e-6)
+    np.testing.assert_allclose(
+        similarity.soft_matching(X, Z), similarity.hard_matching(X, Z), atol=1e-6
+    )
 
 
 def test_what_no_measure_is_defined_for_is_refused_by_name():
@@ -243,8 +273,14 @@ def test_what_no_measure_is_defined_for_is_refused_by_name():
         "`y` must have an entry of at least 1",
     )
     for name, x, y, words in (
-        *((name, X, flat, same) for name in ("linear_cka", "debiased_cka", "angular_similarity", "svcca")),
-        *((name, X, tiny, small) for name in ("mutual_knn", "gulp_distance", "soft_matching", "linear_cka")),
+        *(
+            (name, X, flat, same)
+            for name in ("linear_cka", "debiased_cka", "angular_similarity", "svcca")
+        ),
+        *(
+            (name, X, tiny, small)
+            for name in ("mutual_knn", "gulp_distance", "soft_matching", "linear_cka")
+        ),
         ("cca", X[:7], Y[:7], "`x` must have fewer features than samples less one"),
         ("debiased_cka", X[:3], Y[:3], "`x` must have at least 4 samples, got 3"),
         ("mutual_knn", X[:5], Y[:5], "`x` must have at least 11 samples, got 5"),
@@ -254,20 +290,38 @@ def test_what_no_measure_is_defined_for_is_refused_by_name():
             MEASURES[name](x, y)
     similarity.cca(X[:8], Y[:8])
     assert similarity.disagreement(Y, Y) == 0
-    assert similarity.procrustes_distance(X, flat) == pytest.approx(np.linalg.norm(X - X.mean(0)), rel=1e-6)
+    assert similarity.procrustes_distance(X, flat) == pytest.approx(
+        np.linalg.norm(X - X.mean(0)), rel=1e-6
+    )
 
 
 def table():
     """What is known of every measure, as the guide has it."""
-    rows = ["| measure | equation | ignores | | range | cost |", "| --- | --- | --- | --- | --- | --- |"]
+    rows = [
+        "| measure | equation | ignores | | range | cost |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for measure in MEASURES.values():
-        kinds = [word for word, holds in (("metric", measure.metric), ("asymmetric", not measure.symmetric)) if holds]
+        kinds = [
+            word
+            for word, holds in (("metric", measure.metric), ("asymmetric", not measure.symmetric))
+            if holds
+        ]
         other = measure.invariances_of_y
         ignores = measure.invariances or "nothing"
         ignores = ignores if other is None else f"{ignores} of x, {other} of y"
-        least, most = (f"{end:.4g}".replace("inf", "∞").replace("1.571", "π/2") for end in measure.range)
+        least, most = (
+            f"{end:.4g}".replace("inf", "∞").replace("1.571", "π/2") for end in measure.range
+        )
         equation = measure.equation.replace("|", "\\|")
-        cells = [f"`{measure.name}`", equation, ignores, ", ".join(kinds), f"{least} to {most}", measure.cost]
+        cells = [
+            f"`{measure.name}`",
+            equation,
+            ignores,
+            ", ".join(kinds),
+            f"{least} to {most}",
+            measure.cost,
+        ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -301,7 +355,10 @@ CODE = np.eye(Q)[np.sort(RNG.choice(Q, SAMPLES, p=[0.5, 0.25, 0.15, 0.1]))]
 @pytest.mark.parametrize("comparison", ["spearman", "kendall"])
 def test_ties_of_rdms_survive_rounding(rdm, comparison):
     """On one-hot classes and integers SciPy has the exact ties; here the rows are turned, moved and scaled."""
-    compare = {"spearman": lambda a, b: stats.spearmanr(a, b).statistic, "kendall": reference.kendall_tau_a}[comparison]
+    compare = {
+        "spearman": lambda a, b: stats.spearmanr(a, b).statistic,
+        "kendall": reference.kendall_tau_a,
+    }[comparison]
     code = np.pad(CODE, ((0, 0), (0, P - Q))) + (rdm == "cosine") * TIED[:, :1]
     wanted = compare(*(np.round(reference.rdm(one, rdm), 9) for one in (code, TIED)))
     x, y = ((one @ ROTATION).astype(np.float32) for one in (code, TIED))
@@ -309,14 +366,20 @@ def test_ties_of_rdms_survive_rounding(rdm, comparison):
     moved = x + np.float32(0 if rdm == "cosine" else 50)
     pairs = (x, y), (x[:, ::-1] @ ROTATION.astype(np.float32), np.ldexp(y, -50)), (moved, y)
     found = [similarity.rsa(*pair, rdm=rdm, comparison=comparison) for pair in pairs]
-    found += [similarity.compare_rdms(*pair, comparison) for pair in ((a, np.ldexp(b, 60)), (np.ldexp(a, -60), b))]
+    found += [
+        similarity.compare_rdms(*pair, comparison)
+        for pair in ((a, np.ldexp(b, 60)), (np.ldexp(a, -60), b))
+    ]
     np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     [(name, {}) for name in MEASURES if name not in FUNCTIONAL]
-    + [("rsa", {"rdm": "correlation", "comparison": "kendall"}), ("crossnobis_rsa", {"comparison": "spearman"})],
+    + [
+        ("rsa", {"rdm": "correlation", "comparison": "kendall"}),
+        ("crossnobis_rsa", {"comparison": "spearman"}),
+    ],
 )
 def test_rounding_and_the_order_of_rows_decide_nothing(name, options):
     """Rows with ties, turned, scaled by a power of two, with permuted columns, an offset, in other orders."""
@@ -328,13 +391,17 @@ def test_rounding_and_the_order_of_rows_decide_nothing(name, options):
         "O": lambda x: (x @ ROTATION).astype(np.float32),
         "P": lambda x: x[:, ::-1],
         "D": lambda x: x * np.float32([[1], [1e6]])[np.arange(P) % 2, 0],
-        "T": lambda x: x + 1024 * (not options),  # float32 holds these integers with an offset of 1024
+        "T": lambda x: (
+            x + 1024 * (not options)
+        ),  # float32 holds these integers with an offset of 1024
     }
     wanted = value(x, y)
     found = [value(move(x), y) for letter, move in moved.items() if letter in invariances]
     np.testing.assert_allclose(found, wanted, atol=2e-5)
     if "S" in invariances:
-        np.testing.assert_array_equal([value(np.ldexp(x, 60), y), value(np.ldexp(x, -60), y)], wanted)
+        np.testing.assert_array_equal(
+            [value(np.ldexp(x, 60), y), value(np.ldexp(x, -60), y)], wanted
+        )
     half = SAMPLES // 2
     for order in (RNG.permutation(half), np.argsort(x[:half, 0], kind="stable")):
         rows = np.concatenate([order, half + order])  # both measurements of a condition stay such
@@ -369,7 +436,9 @@ def test_a_scale_per_neuron_drops_no_direction(function):
 
 def test_a_repeated_neuron_adds_no_direction():
     repeated = Y[:, [0, 1, 2, 2]]
-    np.testing.assert_allclose(similarity.pwcca(X, repeated), similarity.pwcca(X, Y[:, :3]), atol=2e-5)
+    np.testing.assert_allclose(
+        similarity.pwcca(X, repeated), similarity.pwcca(X, Y[:, :3]), atol=2e-5
+    )
 
 
 def dependent(noise):
@@ -382,11 +451,19 @@ def dependent(noise):
 
 @pytest.mark.parametrize(
     "function",
-    [GULP, WHITENED, partial(similarity.svcca, variance=1.0), similarity.cca, similarity.linear_predictivity],
+    [
+        GULP,
+        WHITENED,
+        partial(similarity.svcca, variance=1.0),
+        similarity.cca,
+        similarity.linear_predictivity,
+    ],
     ids=["gulp", "whitened", "svcca", "cca", "predictivity"],
 )
 def test_dropped_directions_are_counted(function):
-    with pytest.warns(RuntimeWarning, match="1 of the directions of `x` exceed rounding, but are too small"):
+    with pytest.warns(
+        RuntimeWarning, match="1 of the directions of `x` exceed rounding, but are too small"
+    ):
         function(*dependent(2e-4))
     if function is similarity.cca:
         function(*dependent(0.0))  # an exact dependence loses nothing
@@ -394,7 +471,11 @@ def test_dropped_directions_are_counted(function):
 
 def test_dropped_directions_of_pairs_are_counted_by_name():
     x, y = dependent(2e-4)
-    forms = (("cca", {}), ("gulp_distance", {"lam": 0.0}), ("partial_whitening_distance", {"a": 0.0}))
+    forms = (
+        ("cca", {}),
+        ("gulp_distance", {"lam": 0.0}),
+        ("partial_whitening_distance", {"a": 0.0}),
+    )
     with pytest.warns(RuntimeWarning, match="1 of the directions of `deep 0` exceed rounding"):
         similarity.pairwise({"deep": x, "other": y}, "cca", baseline=False)
     for name, options in forms:
@@ -406,7 +487,11 @@ def test_stimuli_repeated_in_order_are_predicted():
     """Each of 10 stimuli is shown 4 times: none may be held out whole."""
     x = np.tile(RNG.standard_normal((10, 12)), (4, 1)) + 0.01 * RNG.standard_normal((SAMPLES, 12))
     y = np.tile(RNG.standard_normal((10, Q)), (4, 1))
-    for rows in (np.arange(SAMPLES), np.argsort(x[:, 0]), np.arange(SAMPLES).reshape(4, 10).T.reshape(-1)):
+    for rows in (
+        np.arange(SAMPLES),
+        np.argsort(x[:, 0]),
+        np.arange(SAMPLES).reshape(4, 10).T.reshape(-1),
+    ):
         assert similarity.linear_predictivity(x[rows], y[rows]) > 0.99
 
 
@@ -424,7 +509,10 @@ def without_rest():
     single = np.zeros((SAMPLES, P))
     single[3] = RNG.standard_normal(P)
     square = np.linalg.qr(RNG.standard_normal((SAMPLES, SAMPLES)))[0]
-    cases = [np.pad(x, ((0, 0), (0, SAMPLES - x.shape[1]))) for x in (single, 0.7 * np.eye(SAMPLES), 0.7 * square)]
+    cases = [
+        np.pad(x, ((0, 0), (0, SAMPLES - x.shape[1])))
+        for x in (single, 0.7 * np.eye(SAMPLES), 0.7 * square)
+    ]
     return np.stack(cases).astype(np.float32)
 
 
@@ -476,7 +564,9 @@ def test_predictivity_of_one_active_sample_has_a_bound():
 
 
 def test_ties_of_dense_numbers_of_sizes_of_zeros_and_of_numbers_that_are_none():
-    dense = RNG.uniform(size=200_000).astype(np.float32)  # neighbours within rounding of the largest
+    dense = RNG.uniform(size=200_000).astype(
+        np.float32
+    )  # neighbours within rounding of the largest
     np.testing.assert_allclose(jax.jit(ranks)(dense), stats.rankdata(dense), atol=20)
     assert abs(snapped(dense) - dense).max() < 1e-4
     values = np.float32([1e6, 2.0, 1.0, 2.000001, -1e-17, np.nan, np.inf, np.inf, -np.inf])
@@ -506,7 +596,9 @@ def test_distances_within_clusters_that_are_far_apart(kind, apart):
     """Differences of products in float32 lose these distances: all pairs of a cluster were ties."""
     x, y = in_clusters(apart)
     wanted = reference.rsa(x.astype(float), y.astype(float), kind, "spearman")
-    np.testing.assert_allclose(similarity.rsa(x, y, rdm=kind, comparison="spearman"), wanted, atol=1e-3)
+    np.testing.assert_allclose(
+        similarity.rsa(x, y, rdm=kind, comparison="spearman"), wanted, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("apart", [30.0, 1e4])

@@ -24,13 +24,20 @@ def run(tmp_path_factory):
 
 def test_rewrites_move_what_they_must(run):
     results, _ = run
-    moved = {name: rows(results.rewritten.sel(rewrite_measures=name), "rewrites") for name in CONFIG.rewrite_measures}
+    moved = {
+        name: rows(results.rewritten.sel(rewrite_measures=name), "rewrites")
+        for name in CONFIG.rewrite_measures
+    }
     for rewrite in ("scaled", "duplicated", "permuted"):
         np.testing.assert_allclose(moved["debiased_cka"][rewrite], 1, atol=1e-4)
     np.testing.assert_allclose(moved["procrustes_distance"]["permuted"], 0, atol=1e-3)
-    assert moved["procrustes_distance"]["scaled"].min() > 1  # in units of the features: the scale counts
+    assert (
+        moved["procrustes_distance"]["scaled"].min() > 1
+    )  # in units of the features: the scale counts
     assert moved["debiased_cka"]["nuisance"].max() < 0.999
-    np.testing.assert_allclose(moved["hard_matching"]["permuted"], moved["hard_matching"]["scaled"], atol=1e-5)
+    np.testing.assert_allclose(
+        moved["hard_matching"]["permuted"], moved["hard_matching"]["scaled"], atol=1e-5
+    )
     assert results.chance.sel(rewrite_measures="procrustes_distance").min() > 0.1
 
 
@@ -50,9 +57,27 @@ def test_matrices_and_training_are_of_the_same_networks(run):
 
 def test_the_files_and_the_figure(run):
     results, folder = run
-    dims = {"matrix": ("measures", "items", "other_items"), "rewritten": ("rewrite_measures", "rewrites", "seeds")}
-    parts = ("60 test images", "3 pairs of seeds", "500 training", f"stress {results.stress.item():.2f}", "(e)")
-    assert_figure(similarity, CONFIG, jax.random.PRNGKey(0), results, folder, dims=dims, rows=1 + 4, parts=parts)
+    dims = {
+        "matrix": ("measures", "items", "other_items"),
+        "rewritten": ("rewrite_measures", "rewrites", "seeds"),
+    }
+    parts = (
+        "60 test images",
+        "3 pairs of seeds",
+        "500 training",
+        f"stress {results.stress.item():.2f}",
+        "(e)",
+    )
+    assert_figure(
+        similarity,
+        CONFIG,
+        jax.random.PRNGKey(0),
+        results,
+        folder,
+        dims=dims,
+        rows=1 + 4,
+        parts=parts,
+    )
     assert (results.layer.values[3], results.other_seed.values[4]) == ("layers[1]", 1)
     last = results.through[0, -1].values[np.triu_indices(3, 1)]
     for layer in ("layers[1]", "features"):
@@ -71,10 +96,15 @@ def test_the_files_and_the_figure(run):
 
 def test_seeds_that_diverged_are_left_out(run):
     results, _ = run
-    variables = {name: (results[name].dims, results[name].values) for name in ("matrix", "through", "calibrated")}
+    variables = {
+        name: (results[name].dims, results[name].values)
+        for name in ("matrix", "through", "calibrated")
+    }
     alive = np.array([True, False, True])
     items = alive[results.seed.values]
-    found = without_diverged(variables, seeds=alive, other_seeds=alive, items=items, other_items=items)
+    found = without_diverged(
+        variables, seeds=alive, other_seeds=alive, items=items, other_items=items
+    )
     matrix, through = found["matrix"][1], found["through"][1]
     assert np.isnan(matrix[:, 1]).all()
     assert np.isnan(matrix[:, :, 1]).all()

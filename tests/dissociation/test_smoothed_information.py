@@ -14,7 +14,8 @@ KEY = jax.random.key(0)
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_gaussian_features_have_the_channels_information(width, x64):
-    # I(Z + noise; Z) = (1/2) sum log(1 + v / s^2), of which n samples show all while it is well below log n.
+    # I(Z + noise; Z) = (1/2) sum log(1 + v / s^2), of which n samples show all while it is well
+    # below log n.
     spread, labels = np.asarray([1.0, 0.7, 0.5])[:width], np.zeros(2000, int)
     features = np.random.default_rng(width).normal(size=(2000, width)) * spread
     exact = 0.5 * np.sum(np.log(1 + spread**2 / 0.25))

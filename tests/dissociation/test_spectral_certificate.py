@@ -21,7 +21,9 @@ from dissociation.models import BilinearNetwork, wrap_bilinear
 
 
 def network(classes=3, **options):
-    return eqx.filter_jit(lambda key: BilinearNetwork(6, 5, classes, key=key, **options))(jax.random.key(3))
+    return eqx.filter_jit(lambda key: BilinearNetwork(6, 5, classes, key=key, **options))(
+        jax.random.key(3)
+    )
 
 
 def float64(tree):
@@ -61,7 +63,9 @@ def test_the_point_found_lies_on_the_boundary(options):
         x = x.astype(float)
         found = jax.tree.map(np.asarray, certify(model, x, labels))
         assert np.isfinite(found.radius).all()
-        np.testing.assert_allclose(np.linalg.norm(found.step, axis=1), found.radius + found.allowance, rtol=1e-12)
+        np.testing.assert_allclose(
+            np.linalg.norm(found.step, axis=1), found.radius + found.allowance, rtol=1e-12
+        )
         assert (found.allowance > 0).all()
         assert (found.allowance < 1e-10 * found.radius).all()
         logits = np.asarray(logits_of(model, x + found.step))
@@ -90,8 +94,13 @@ def test_no_attack_finds_a_nearer_one():
             best = np.inf
             for seed in range(8):
                 start = one + np.random.default_rng(seed).normal(size=6)
-                distance = lambda p, c=one: float(np.sum((p - c) ** 2))  # noqa: E731
-                result = minimize(distance, start, constraints=[limit], method="SLSQP", options={"maxiter": 200})
+
+                def distance(p, c=one):
+                    return float(np.sum((p - c) ** 2))
+
+                result = minimize(
+                    distance, start, constraints=[limit], method="SLSQP", options={"maxiter": 200}
+                )
                 if result.success and margin(result.x, label, rival) < 1e-6:
                     best = min(best, result.fun**0.5)
             np.testing.assert_allclose(radii[rival], best, rtol=1e-3)
@@ -109,12 +118,13 @@ def test_closed_forms():
     found = certified(forms, np.asarray([2.0, 1.0], np.float32))
     np.testing.assert_allclose(found.radius, 0.5**0.5, rtol=1e-5)
     np.testing.assert_allclose(found.step, [-0.5, 0.5], atol=1e-5)
-    # The hard case, (2, 0): no slope along the second axis, and two nearest points, (1, 1) and (1, -1).
+    # The hard case, (2, 0): no slope along the second axis, and two nearest points, (1, 1) and (1,
+    # -1).
     found = certified(forms, np.asarray([2.0, 0.0], np.float32))
     np.testing.assert_allclose(found.radius, 2**0.5, rtol=1e-5)
     np.testing.assert_allclose(np.abs(found.step), [1, 1], atol=1e-5)
-    # The centre of |x|^2 > 0 is its only point that is not above zero. The margin has no slope there, which costs half
-    # the digits.
+    # The centre of |x|^2 > 0 is its only point that is not above zero. The margin has no slope
+    # there, which costs half the digits.
     found = certified(spectrum_of([1, 1], [0, 0]), np.asarray([2.0, 0.0], np.float32))
     np.testing.assert_allclose(found.radius + found.allowance, 2, rtol=1e-3)
     np.testing.assert_allclose(found.radius, 2, rtol=1e-2)
@@ -130,14 +140,19 @@ def test_an_all_but_linear_margin_has_the_distance_to_a_plane(curvature):
     found = certified(model, x)
     distance = difference @ x / np.linalg.norm(difference)
     np.testing.assert_allclose(found.radius, distance, rtol=1e-5)
-    np.testing.assert_allclose(found.step, -distance * difference / np.linalg.norm(difference), rtol=1e-5)
+    np.testing.assert_allclose(
+        found.step, -distance * difference / np.linalg.norm(difference), rtol=1e-5
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_derivatives_in_reverse():
     """Of radius and step, against those along a direction: the label's own row has none."""
-    model, (x, along) = float64(network()), jnp.asarray(np.random.default_rng(0).normal(size=(2, 6)))
+    model, (x, along) = (
+        float64(network()),
+        jnp.asarray(np.random.default_rng(0).normal(size=(2, 6))),
+    )
     forms, label = margins(model), jnp.argmax(model(x))
     for part in (
         lambda v: certified_radius(forms, v, label).radius,
@@ -156,7 +171,9 @@ def test_no_rival_and_misclassified():
     np.testing.assert_array_equal(found.step, 0)
     wrong = certified_radius(forms, np.asarray([0.5], np.float32), 1)
     assert float(wrong.radius) == 0
-    shares = certified_accuracy(np.asarray([0.0, 1.0, 2.0, np.inf], np.float32), np.asarray([0.0, 1.5], np.float32))
+    shares = certified_accuracy(
+        np.asarray([0.0, 1.0, 2.0, np.inf], np.float32), np.asarray([0.0, 1.5], np.float32)
+    )
     np.testing.assert_allclose(shares, [0.75, 0.5])
 
 
@@ -177,7 +194,11 @@ def cancelling(size, width, seed):
     pair = [np.concatenate([a, b, b * (1 + 1e-7 * (i == 0))]).astype(np.float32) for i, (a, b) in
             enumerate(zip(small, rows, strict=True))]  # fmt: skip
     head = rng.normal(size=(2, 3)).astype(np.float32)
-    return wrap_bilinear(np.eye(width, dtype=np.float32), [tuple(pair)], np.concatenate([head, head[:, :3], -head], 1))
+    return wrap_bilinear(
+        np.eye(width, dtype=np.float32),
+        [tuple(pair)],
+        np.concatenate([head, head[:, :3], -head], 1),
+    )
 
 
 @pytest.mark.slow
@@ -194,7 +215,11 @@ def cancelling(size, width, seed):
     ids=lambda value: type(value).__name__,
 )
 def test_float32_certifies_no_more_than_the_true_distance(model, loss):
-    width = model.vectors.shape[2] - model.constant if isinstance(model, Spectrum) else model.embed.shape[1]
+    width = (
+        model.vectors.shape[2] - model.constant
+        if isinstance(model, Spectrum)
+        else model.embed.shape[1]
+    )
     x = np.random.default_rng(0).normal(size=(24, width)).astype(np.float32)
     labels = jax.vmap(model)(x).argmax(1)
     found = certify(model, x, labels)
@@ -212,13 +237,16 @@ def test_float32_certifies_no_more_than_the_true_distance(model, loss):
 
 @pytest.mark.parametrize(("dtype", "place"), [(np.float32, 0), (np.float64, 150)])
 def test_a_curvature_near_zero_is_not_taken_for_none(dtype, place):
-    # |x|^2 - c z^2 + 1 without slope along z: the nearest zero is far along z. A cut-off at d eps took c for zero.
+    # |x|^2 - c z^2 + 1 without slope along z: the nearest zero is far along z. A cut-off at d eps
+    # took c for zero.
     with jax.enable_x64(dtype is np.float64):
         width = 151
         curvature = 0.5 * width * float(np.finfo(dtype).eps)
         values = np.ones(width + 1, dtype)
         values[place] = -curvature
-        eye = jnp.asarray(np.broadcast_to(np.eye(width + 1, dtype=dtype), (2, width + 1, width + 1)))
+        eye = jnp.asarray(
+            np.broadcast_to(np.eye(width + 1, dtype=dtype), (2, width + 1, width + 1))
+        )
         spectrum = Spectrum(jnp.asarray([values, 0 * values]), eye, True, "input")
         x = np.zeros(width, dtype)
         x[7] = 1.0
@@ -236,12 +264,21 @@ def test_what_is_undefined_is_refused_or_nan():
     for bad in (np.nan, np.inf):
         spoilt = np.where(np.arange(6) == 2, np.float32(bad), x)
         assert np.isnan(jax.jit(certified_radius)(forms, spoilt, 0).radius)
-        broken = eqx.tree_at(lambda m: m.embed, network(), replace_fn=lambda w, value=bad: w.at[0, 0].set(value))
+        broken = eqx.tree_at(
+            lambda m: m.embed, network(), replace_fn=lambda w, value=bad: w.at[0, 0].set(value)
+        )
         assert np.isnan(certified_radius(jax.jit(margins)(broken), x, 0).radius)
     for label in (-1, 3):
-        refused((lambda label=label: certified_radius(forms, x, label), "`label` must be a class from 0 to 2"))
+        refused(
+            (
+                lambda label=label: certified_radius(forms, x, label),
+                "`label` must be a class from 0 to 2",
+            )
+        )
         assert np.isnan(jax.jit(certified_radius)(forms, x, label).radius)
-    assert np.isnan(certified_accuracy(np.asarray([1.0, np.nan], np.float32), np.ones(1, np.float32))).all()
+    assert np.isnan(
+        certified_accuracy(np.asarray([1.0, np.nan], np.float32), np.ones(1, np.float32))
+    ).all()
 
 
 def test_a_spectrum_of_another_space_is_not_certified():
@@ -249,7 +286,10 @@ def test_a_spectrum_of_another_space_is_not_certified():
     model = BilinearNetwork(6, 6, 3, key=jax.random.key(3))
     hidden, inputs = (decompose(model, space=space) for space in ("hidden", "input"))
     unknown = Spectrum(hidden.values, hidden.vectors, False)
-    shape_of_margins = lambda step, spectrum: eqx.filter_eval_shape(lambda s: margins(step(s)), spectrum)  # noqa: E731
+
+    def shape_of_margins(step, spectrum):
+        return eqx.filter_eval_shape(lambda s: margins(step(s)), spectrum)
+
     for step in (lambda s: s, lambda s: truncate(s, 4), lambda s: reorder(s, jnp.abs(s.values))):
         for spectrum, space in ((hidden, "'hidden'"), (unknown, "None")):
             refused(
@@ -261,7 +301,10 @@ def test_a_spectrum_of_another_space_is_not_certified():
         assert shape_of_margins(step, inputs).values.shape[0] == 3
     refused(
         (lambda: adversarial_mask(hidden, 0, 0, against=1), "`spectrum` must be a spectrum with"),
-        (lambda: overlaps(inputs, hidden), "`b` must be in the space of `a`, 'input', got 'hidden'"),
+        (
+            lambda: overlaps(inputs, hidden),
+            "`b` must be in the space of `a`, 'input', got 'hidden'",
+        ),
         (lambda: margins(network(num_layers=2)), "one layer"),
         (lambda: margins(network(classes=1)), "at least two classes"),
     )

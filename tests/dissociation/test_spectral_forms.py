@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 from words import refused
 
-from dissociation.bilinear import adversarial_mask, decompose, interaction_tensor, truncate, truncated_outputs
+from dissociation.bilinear import (
+    adversarial_mask,
+    decompose,
+    interaction_tensor,
+    truncate,
+    truncated_outputs,
+)
 from dissociation.bilinear._forms import activations, contributions, mean_contribution, reorder
 from dissociation.models import BilinearNetwork
 
@@ -20,7 +26,9 @@ def test_decomposition_against_a_dense_reference(hidden):
     """Input-space matrices in float64, straight from the definition."""
     model = network(784, hidden, 10)
     embed, head = np.asarray(model.embed, float), np.asarray(model.head, float)
-    left, right = (np.asarray(w, float) @ embed for w in (model.layers[0].left, model.layers[0].right))
+    left, right = (
+        np.asarray(w, float) @ embed for w in (model.layers[0].left, model.layers[0].right)
+    )
     forms = np.einsum("co,oi,oj->cij", head, left, right)
     dense = 0.5 * (forms + forms.swapaxes(1, 2))
     found = decompose(model)
@@ -62,7 +70,10 @@ def test_the_form_is_the_network(options, inputs, hidden, space):
 
 def test_orders():
     model = network()
-    values = {by: np.asarray(decompose(model, by=by).values) for by in ("magnitude", "positive", "negative")}
+    values = {
+        by: np.asarray(decompose(model, by=by).values)
+        for by in ("magnitude", "positive", "negative")
+    }
     assert (np.diff(np.abs(values["magnitude"])) <= 0).all()
     assert (np.diff(values["positive"]) <= 0).all()
     assert (np.diff(values["negative"]) >= 0).all()
@@ -87,7 +98,9 @@ def test_contributions_and_their_order():
     x = RNG.normal(size=(50, 20)).astype(np.float32) * np.linspace(0.01, 3, 20, dtype=np.float32)
     spectrum = decompose(model)
     np.testing.assert_allclose(contributions(spectrum, x).sum(2), jax.vmap(model)(x), atol=1e-4)
-    np.testing.assert_allclose(activations(spectrum, x)[:, 1, 2], x @ spectrum.vectors[1, 2], atol=1e-5)
+    np.testing.assert_allclose(
+        activations(spectrum, x)[:, 1, 2], x @ spectrum.vectors[1, 2], atol=1e-5
+    )
     weight = mean_contribution(spectrum, x)
     ordered = reorder(spectrum, weight)
     assert (np.diff(mean_contribution(ordered, x)) <= 1e-6).all()
@@ -115,5 +128,8 @@ def test_bad_input_is_refused():
         (lambda: decompose(one, layer=1), "`layer` must be one of the model's 1"),
         (lambda: decompose(one, by="first"), "'magnitude', 'positive', 'negative'"),
         (lambda: truncate(spectrum, 9), "`num_components` must be at most 8"),
-        (lambda: adversarial_mask(spectrum, 1, 4, against=4), "`component` must be at most 3, got 4"),
+        (
+            lambda: adversarial_mask(spectrum, 1, 4, against=4),
+            "`component` must be at most 3, got 4",
+        ),
     )

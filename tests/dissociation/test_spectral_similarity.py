@@ -8,14 +8,28 @@ import pytest
 import scipy.stats
 from words import refused
 
-from dissociation.bilinear import Spectrum, form_similarity, matched_similarity, pair_mean, rank_similarity, truncate
+from dissociation.bilinear import (
+    Spectrum,
+    form_similarity,
+    matched_similarity,
+    pair_mean,
+    rank_similarity,
+    truncate,
+)
 from dissociation.bilinear._forms import activations
-from dissociation.bilinear._similarity import bootstrap_interval, member_pairs, overlaps, student_interval
+from dissociation.bilinear._similarity import (
+    bootstrap_interval,
+    member_pairs,
+    overlaps,
+    student_interval,
+)
 
 
 def spectrum(seed, outputs=2, components=5, width=12):
     rng = np.random.default_rng(seed)
-    vectors = np.stack([np.linalg.qr(rng.normal(size=(width, components)))[0].T for _ in range(outputs)])
+    vectors = np.stack(
+        [np.linalg.qr(rng.normal(size=(width, components)))[0].T for _ in range(outputs)]
+    )
     values = rng.normal(size=(outputs, components))
     return Spectrum(jnp.asarray(values, jnp.float32), jnp.asarray(vectors, jnp.float32), False)
 
@@ -37,7 +51,10 @@ def test_signs_do_not_matter_and_a_swap_of_ranks_is_seen_by_rank_alone():
 def test_matching_is_the_best_of_all_permutations():
     one, other = spectrum(1), spectrum(2)
     tables = np.asarray(overlaps(one, other))[:, :4, :4]
-    best = [max(sum(t[i, p[i]] for i in range(4)) for p in itertools.permutations(range(4))) for t in tables]
+    best = [
+        max(sum(t[i, p[i]] for i in range(4)) for p in itertools.permutations(range(4)))
+        for t in tables
+    ]
     np.testing.assert_allclose(matched_similarity(one, other, 4).sum(1), best, rtol=1e-5)
     assert (np.asarray(rank_similarity(one, other))[:, :4].sum(1) < np.asarray(best)).all()
 
@@ -47,11 +64,16 @@ def test_forms_against_dense_matrices():
     cosines = form_similarity(one, other)
     for output in range(2):
         bases = [np.asarray(s.vectors[output], float).T for s in (one, other)]
-        forms = [b * np.asarray(s.values[output], float) @ b.T for b, s in zip(bases, (one, other), strict=True)]
+        forms = [
+            b * np.asarray(s.values[output], float) @ b.T
+            for b, s in zip(bases, (one, other), strict=True)
+        ]
         cosine = np.sum(forms[0] * forms[1]) / np.prod([np.linalg.norm(form) for form in forms])
         np.testing.assert_allclose(cosines[output], cosine, atol=1e-5)
     flipped = Spectrum(-one.values, one.vectors, False)
-    np.testing.assert_allclose(form_similarity(one, flipped), -1, atol=1e-6)  # vectors alone would not see it
+    np.testing.assert_allclose(
+        form_similarity(one, flipped), -1, atol=1e-6
+    )  # vectors alone would not see it
 
 
 def test_pairs_leave_out_members_with_themselves():
@@ -62,28 +84,37 @@ def test_pairs_leave_out_members_with_themselves():
 
 
 def test_bootstrap_over_members_is_wider_than_over_pairs():
-    # Effects of members make pairs that share one alike: intervals over pairs are too short, those over members hold.
+    # Effects of members make pairs that share one alike: intervals over pairs are too short, those
+    # over members hold.
     members, trials, covered, short = 8, 60, 0, 0
     first, second = member_pairs(members)
-    run = jax.jit(lambda table, key: bootstrap_interval(pair_mean(table, first, second), (members,), key=key))
+    run = jax.jit(
+        lambda table, key: bootstrap_interval(pair_mean(table, first, second), (members,), key=key)
+    )
     for seed in range(trials):
         rng = np.random.default_rng(seed)
         effects = rng.normal(size=members)
-        table = (effects[first] + effects[second] + 0.1 * rng.normal(size=len(first))).astype(np.float32)
+        table = (effects[first] + effects[second] + 0.1 * rng.normal(size=len(first))).astype(
+            np.float32
+        )
         interval = run(table, jax.random.key(seed))
         covered += bool(interval.low <= 0 <= interval.high)
         naive = student_interval(table)
         short += bool(naive.low <= 0 <= naive.high)
-        known = scipy.stats.t.interval(0.9, len(table) - 1, loc=table.mean(), scale=scipy.stats.sem(table))
+        known = scipy.stats.t.interval(
+            0.9, len(table) - 1, loc=table.mean(), scale=scipy.stats.sem(table)
+        )
         np.testing.assert_allclose([naive.low, naive.high], known, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(interval.mean, table.mean(), atol=1e-5)
-    # 90 % wanted; percentile intervals of 8 members fall a little short of it, those over pairs far.
+    # 90 % wanted; percentile intervals of 8 members fall a little short of it, those over pairs
+    # far.
     assert covered >= 0.75 * trials
     assert short <= 0.65 * trials
 
 
 def test_both_ends_of_the_bootstrap_are_its_percentiles():
-    # The mean of many members is normal: its percentiles are known, within the error of a percentile of 4000 draws.
+    # The mean of many members is normal: its percentiles are known, within the error of a
+    # percentile of 4000 draws.
     values = jnp.asarray(np.random.default_rng(0).normal(size=200), jnp.float32)
     mean = lambda weights: weights @ values / weights.sum()  # noqa: E731
     level = 0.5
@@ -113,7 +144,9 @@ def test_a_stack_of_spectra_is_mapped_over_or_refused():
         lambda s: activations(s, np.ones((2, 12), np.float32)),
         lambda s: matched_similarity(s, s, 2),
     ):
-        with pytest.raises(ValueError, match=r"one spectrum, of values \[outputs, components\], got shape \(3, "):
+        with pytest.raises(
+            ValueError, match=r"one spectrum, of values \[outputs, components\], got shape \(3, "
+        ):
             call(stacked)
         found = eqx.filter_jit(eqx.filter_vmap(call))(stacked)
         alone = eqx.filter_jit(call)(spectrum(1))
@@ -126,8 +159,14 @@ def test_members_out_of_range_are_refused_or_undefined():
     mean = pair_mean(np.ones(6, np.float32), first, second)
     assert mean(jnp.ones(4)) == 1
     refused(
-        (lambda: mean(jnp.ones(3)), "`second` must hold members below 3, the number of weights, got 3"),
-        (lambda: pair_mean(np.ones(6, np.float32), first - 1, second), "`first` must hold members counted from 0"),
+        (
+            lambda: mean(jnp.ones(3)),
+            "`second` must hold members below 3, the number of weights, got 3",
+        ),
+        (
+            lambda: pair_mean(np.ones(6, np.float32), first - 1, second),
+            "`first` must hold members counted from 0",
+        ),
     )
     traced = jax.jit(lambda f, s, w: pair_mean(np.ones(6, np.float32), f, s)(w))
     assert traced(first, second, jnp.ones(4)) == 1

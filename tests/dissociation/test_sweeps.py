@@ -28,7 +28,11 @@ def test_zipped_quantities_vary_together():
     grid = Grid.zipped(width=[8, 64, 256], rate=[0.1, 0.01, 0.001])
     assert grid.axes == ("width,rate",)
     assert grid.shape == (3,)
-    assert list(grid) == [{"width": 8, "rate": 0.1}, {"width": 64, "rate": 0.01}, {"width": 256, "rate": 0.001}]
+    assert list(grid) == [
+        {"width": 8, "rate": 0.1},
+        {"width": 64, "rate": 0.01},
+        {"width": 256, "rate": 0.001},
+    ]
     both = grid * Grid(seed=[0, 1])
     assert both.axes == ("width,rate", "seed")
     assert both.shape == (3, 2)
@@ -47,7 +51,9 @@ def test_members_are_found_by_their_coordinates():
     zipped = Grid.zipped(width=[8, 64], rate=[0.1, 0.01])
     assert zipped.where(width=64, rate=0.01).tolist() == [1]
     assert zipped.where(width=64, rate=0.1).tolist() == []
-    with pytest.raises(ValueError, match="`coordinates` must be one of 'decay', 'name', 'seed', got 'other'"):
+    with pytest.raises(
+        ValueError, match="`coordinates` must be one of 'decay', 'name', 'seed', got 'other'"
+    ):
         grid.where(other=1)
     with pytest.raises(ValueError, match="`seed` must be one of 4, 5, 6, got 7"):
         grid.where(seed=[4, 7])
@@ -55,12 +61,19 @@ def test_members_are_found_by_their_coordinates():
 
 def test_results_come_back_in_named_axes():
     grid = Grid(decay=[0.1, 0.3], name=["a", "b", "c"], seed=[4, 5])
-    tree = {"loss": np.arange(12 * 7).reshape(12, 7), "last": jnp.arange(12.0), "none": None, "text": "kept"}
+    tree = {
+        "loss": np.arange(12 * 7).reshape(12, 7),
+        "last": jnp.arange(12.0),
+        "none": None,
+        "text": "kept",
+    }
     found = grid.unflatten(tree)
     np.testing.assert_array_equal(found["loss"], tree["loss"].reshape(2, 3, 2, 7))
     np.testing.assert_array_equal(found["last"], tree["last"].reshape(2, 3, 2))
     assert (found["none"], found["text"]) == (None, "kept")
-    with pytest.raises(ValueError, match=r"`tree` must hold arrays of 12 members, one for each of Grid.*got \(6,\)"):
+    with pytest.raises(
+        ValueError, match=r"`tree` must hold arrays of 12 members, one for each of Grid.*got \(6,\)"
+    ):
         grid.unflatten(np.arange(6))
 
 
@@ -69,11 +82,16 @@ def test_splitting_and_joining_is_the_identity(name):
     grid = Grid(decay=[0.1, 0.3], width=[8, 64, 256], seed=[4, 5])
     parts, members = grid.split(name), list(grid)
     assert [value for value, _ in parts] == list(dict.fromkeys(member[name] for member in members))
-    results = [np.array([members.index({name: value, **member}) for member in rest]) for value, rest in parts]
+    results = [
+        np.array([members.index({name: value, **member}) for member in rest])
+        for value, rest in parts
+    ]
     np.testing.assert_array_equal(grid.join(name, results), np.arange(12))
     with pytest.raises(ValueError, match="`results` must have as many groups"):
         grid.join(name, results[:1])
-    with pytest.raises(ValueError, match=r"`tree` must hold arrays of . members, .*, got \(20, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"`tree` must hold arrays of . members, .*, got \(20, 2\)"
+    ):
         grid.join(name, [np.ones((20, 2))] * len(results))
     with pytest.raises(ValueError, match="`name` must be one of 'seed', got 'width'"):
         (Grid.zipped(width=[8, 64], rate=[0.1, 0.01]) * Grid(seed=[0, 1])).split("width")
@@ -102,9 +120,13 @@ def test_quantities_become_hyperparameters():
     np.testing.assert_array_equal(found["rate"], [1, 1, 2, 2])
     np.testing.assert_array_equal(found["decay"], [0.5] * 4)
     assert all(leaf.dtype == jnp.float32 for leaf in found.values())
-    with pytest.raises(TypeError, match="`names` must name quantities that are numbers, got 'name', which is text"):
+    with pytest.raises(
+        TypeError, match="`names` must name quantities that are numbers, got 'name', which is text"
+    ):
         grid.hyperparams("name")
-    with pytest.raises(ValueError, match="`names` must be one of 'rate', 'name', 'decay', got 'other'"):
+    with pytest.raises(
+        ValueError, match="`names` must be one of 'rate', 'name', 'decay', got 'other'"
+    ):
         grid.hyperparams("other")
 
 
@@ -119,9 +141,24 @@ def test_quantities_become_hyperparameters():
         (Grid, {"rate": [0.1], "seed": [0, 1, 0]}, ValueError, "`seed` must be different"),
         (Grid, {"rate": [np.nan, np.nan]}, ValueError, "`rate` must hold no NaN.*nan"),
         (Grid, {"rate": np.array([0.1, np.nan])}, ValueError, "`rate` must hold no NaN.*nan"),
-        (Grid.zipped, {"width": [8, 64, 8], "rate": [0.1] * 3}, ValueError, "`width,rate` must be different"),
-        (Grid.zipped, {"width": [8, 64], "rate": [1]}, ValueError, r"`rate` .* values as `width` \(2\), got 1"),
-        (lambda rate: Grid(rate=rate) * Grid(rate=[1]), {"rate": [1, 2]}, ValueError, "`axes` must be different"),
+        (
+            Grid.zipped,
+            {"width": [8, 64, 8], "rate": [0.1] * 3},
+            ValueError,
+            "`width,rate` must be different",
+        ),
+        (
+            Grid.zipped,
+            {"width": [8, 64], "rate": [1]},
+            ValueError,
+            r"`rate` .* values as `width` \(2\), got 1",
+        ),
+        (
+            lambda rate: Grid(rate=rate) * Grid(rate=[1]),
+            {"rate": [1, 2]},
+            ValueError,
+            "`axes` must be different",
+        ),
     ],
 )
 def test_wrong_axes_are_refused(make, axes, error, message):

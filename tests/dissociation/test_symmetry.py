@@ -15,11 +15,15 @@ from dissociation.rewrites._rewrites import NullSpace
 def of_rank(samples, features, rank, seed=0):
     """Whole numbers, so that the rank is exact."""
     rng = np.random.default_rng(seed)
-    return (rng.integers(-3, 4, (samples, rank)) @ rng.integers(-3, 4, (rank, features))).astype(np.float32)
+    return (rng.integers(-3, 4, (samples, rank)) @ rng.integers(-3, 4, (rank, features))).astype(
+        np.float32
+    )
 
 
 @pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize(("samples", "features", "rank"), [(50, 9, 6), (5, 9, 5), (9, 9, 9), (4, 9, 0)])
+@pytest.mark.parametrize(
+    ("samples", "features", "rank"), [(50, 9, 6), (5, 9, 5), (9, 9, 9), (4, 9, 0)]
+)
 def test_dimensions_are_exact(samples, features, rank, chunk, monkeypatch):
     if chunk:
         monkeypatch.setattr(null_spaces, "CHUNK", chunk)
@@ -28,7 +32,9 @@ def test_dimensions_are_exact(samples, features, rank, chunk, monkeypatch):
     spectrum = null_spectrum(data)
     assert spectrum.basis.shape == (features - rank, features)
     assert spectrum.basis.dtype == np.float64
-    np.testing.assert_allclose(spectrum.basis @ spectrum.basis.T, np.eye(features - rank), atol=1e-12)
+    np.testing.assert_allclose(
+        spectrum.basis @ spectrum.basis.T, np.eye(features - rank), atol=1e-12
+    )
     np.testing.assert_allclose(data @ spectrum.basis.T, 0, atol=1e-9)
     wanted = np.zeros(features)
     wanted[: min(samples, features)] = np.linalg.svd(data.astype(float), compute_uv=False)
@@ -52,7 +58,8 @@ def test_images_keep_their_shape():
 
 
 def test_weak_directions_are_not_null():
-    # Singular values of 1e-9: their squares are lost in the rounding of a Gram matrix, which alone finds rank 4.
+    # Singular values of 1e-9: their squares are lost in the rounding of a Gram matrix, which alone
+    # finds rank 4.
     rng = np.random.default_rng(0)
     u, v = (np.linalg.qr(rng.normal(size=(n, 6)))[0] for n in (80, 6))
     values = np.asarray([1, 0.5, 1e-2, 1e-6, 1e-9, 0])
@@ -92,7 +99,9 @@ def test_noise_lies_in_the_null_space_and_has_the_scale(images, key):
     assert len(traces) == 1
     np.testing.assert_array_equal(nothing, 0)
     np.testing.assert_allclose(10 * noise, more, atol=1e-4)
-    np.testing.assert_array_equal(perturb_in_null_space(w_in, np.zeros((0, 64)), 1.0, key=key), w_in)
+    np.testing.assert_array_equal(
+        perturb_in_null_space(w_in, np.zeros((0, 64)), 1.0, key=key), w_in
+    )
     coefficients = noise @ basis.T
     np.testing.assert_allclose(coefficients @ basis, noise, atol=1e-6)
     size = coefficients.size
@@ -104,7 +113,9 @@ def test_noise_lies_in_the_null_space_and_has_the_scale(images, key):
 
 
 def moved(model, basis, key):
-    return null_perturb(NullSpace(".layers[0].weight", (1,), 2, basis.reshape(len(basis), -1)), 0.1, key=key)(model)
+    return null_perturb(
+        NullSpace(".layers[0].weight", (1,), 2, basis.reshape(len(basis), -1)), 0.1, key=key
+    )(model)
 
 
 def test_noise_does_not_depend_on_the_basis_that_lapack_returns(images, key, monkeypatch):
@@ -114,16 +125,24 @@ def test_noise_does_not_depend_on_the_basis_that_lapack_returns(images, key, mon
     def of_another_processor(matrix):
         values, vectors = eigh(matrix)
         null = np.flatnonzero(values <= 1e-15 * values[-1])
-        vectors[:, null] = vectors[:, null] @ np.linalg.qr(rng.normal(size=(len(null), len(null))))[0]
+        vectors[:, null] = (
+            vectors[:, null] @ np.linalg.qr(rng.normal(size=(len(null), len(null))))[0]
+        )
         return values, vectors * rng.choice([-1, 1], len(values))
 
     bases = [null_spectrum(images).basis]
     monkeypatch.setattr(np.linalg, "eigh", of_another_processor)
     bases.append(null_spectrum(images).basis)
-    bases.append(np.concatenate([bases[1], np.zeros((3, 8, 8))]))  # as bases of several members are padded
+    bases.append(
+        np.concatenate([bases[1], np.zeros((3, 8, 8))])
+    )  # as bases of several members are padded
     model = eqx.nn.MLP(64, 4, 5, 1, key=key)
     weights = [moved(model, jnp.asarray(basis), key).layers[0].weight for basis in bases[:2]]
-    weights.append(jax.jit(perturb_in_null_space)(model.layers[0].weight, bases[2].reshape(-1, 64), 0.1, key=key))
+    weights.append(
+        jax.jit(perturb_in_null_space)(
+            model.layers[0].weight, bases[2].reshape(-1, 64), 0.1, key=key
+        )
+    )
     assert np.abs(bases[1] - bases[0]).max() > 0.1
     assert np.abs(weights[0] - model.layers[0].weight).max() > 0.1
     for other in weights[1:]:
@@ -143,7 +162,9 @@ def test_a_singular_value_at_the_cut_is_kept_whatever_its_rounding():
 def test_noise_refuses_directions_that_are_not_orthonormal(images, key):
     basis = null_spectrum(images).basis.reshape(49, 64)
     for directions in (2 * basis, np.concatenate([basis, basis[:1]]), basis * np.nan):
-        with pytest.raises(ValueError, match="`basis` must hold orthonormal directions, got inner products"):
+        with pytest.raises(
+            ValueError, match="`basis` must hold orthonormal directions, got inner products"
+        ):
             perturb_in_null_space(jnp.ones((3, 64)), directions, 0.1, key=key)
 
 
@@ -153,7 +174,9 @@ def test_the_null_space_does_not_depend_on_units():
     for factor in (1e200, 1e-200):
         scaled = null_spectrum(factor * data)
         assert plain.rank == scaled.rank == 5
-        np.testing.assert_allclose(scaled.singular_values[:5], factor * plain.singular_values[:5], rtol=1e-12)
+        np.testing.assert_allclose(
+            scaled.singular_values[:5], factor * plain.singular_values[:5], rtol=1e-12
+        )
         np.testing.assert_allclose(scaled.basis @ data.T, 0, atol=1e-13)
     assert null_spectrum(np.zeros((5, 8))).rank == 0
     assert null_spectrum(np.full((5, 8), -128, np.int8)).rank == 1
@@ -176,7 +199,9 @@ def test_mnist(key):
     assert bool(certificate.kept(1e-4)), certificate
     # The control: the 180 directions that the float32 cut-off calls null on the test images.
     values, vectors = np.linalg.eigh(test.T.astype(float) @ test)
-    wrong = vectors.T[values < (len(test) * np.finfo(np.float32).eps) ** 2 * values[-1]].astype(np.float32)
+    wrong = vectors.T[values < (len(test) * np.finfo(np.float32).eps) ** 2 * values[-1]].astype(
+        np.float32
+    )
     assert len(wrong) > 150
     published = moved(model, wrong, key)
     assert not bool(eqx.filter_jit(certify)(model, published, test).kept(1e-2))

@@ -152,7 +152,11 @@ COUNTS = {
     "frozen": (1, 2, {"callbacks": [lambda step, records: np.arange(3) == step - 2]}),
     "three members on two threads": (1, 1, {"mesh": Threads(2), "member_map": "scan"}),
     "log-spaced records": (1, 1, {"save": Save(lambda model, *_: model, log_spaced_steps(9, 5))}),
-    "hyperparameters of a weak type": (1, 1, {"hyperparams": WEAK, "optimizer": lambda rate: optax.adam(rate)}),
+    "hyperparameters of a weak type": (
+        1,
+        1,
+        {"hyperparams": WEAK, "optimizer": lambda rate: optax.adam(rate)},
+    ),
     "a checkpoint": (1, 1, {"checkpoint": "run"}),
     "a checkpoint under a data axis": (2, 1, {"checkpoint": "run", "mesh": TWO}),
 }
@@ -182,7 +186,9 @@ def test_a_step_is_traced_once_for_each_size_of_batch(name, tmp_path, monkeypatc
         messages = compilations(lambda num_steps=num_steps: run(num_steps))
         assert len(calls) == traces
         assert sum("run_chunk" in message for message in messages) == programs
-        assert sum("observe_members" in message for message in messages) == ("records" in name and programs)
+        assert sum("observe_members" in message for message in messages) == (
+            "records" in name and programs
+        )
 
 
 def test_unrolled_members_share_one_members_program():
@@ -190,10 +196,19 @@ def test_unrolled_members_share_one_members_program():
     devices, mesh = 2, dissociation.member_mesh(jax.devices()[:2])
 
     def unrolled(members):
-        step = make_step(lambda model, batch, key: jnp.mean((batch @ model - devices) ** 2), optax.adam(0.3))
-        save, how = Save(lambda model, step, key: model.sum()), {"member_map": "unroll", "mesh": mesh}
+        step = make_step(
+            lambda model, batch, key: jnp.mean((batch @ model - devices) ** 2), optax.adam(0.3)
+        )
+        save, how = (
+            Save(lambda model, step, key: model.sum()),
+            {"member_map": "unroll", "mesh": mesh},
+        )
         options = {"num_steps": 2, "key": jax.random.key(0), "save": save, **how}
         return fit(jnp.ones((members, 3)), step, Epochs(X, 2), **options)
 
     assert any("run_chunk" in message for message in compilations(lambda: unrolled(devices)))
-    assert not [m for m in compilations(lambda: unrolled(4 * devices)) if "run_chunk" in m or "observe_members" in m]
+    assert not [
+        m
+        for m in compilations(lambda: unrolled(4 * devices))
+        if "run_chunk" in m or "observe_members" in m
+    ]

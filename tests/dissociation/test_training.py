@@ -67,7 +67,14 @@ def test_equals_a_plain_loop(key):
 
 TWO = dissociation.member_mesh(jax.devices("cpu")[:2])
 FOUR = dissociation.member_mesh(jax.devices("cpu")[:4])
-LAYOUTS = [("vmap",), ("vmap", "auto", 2), ("vmap", TWO), ("unroll",), ("unroll", TWO), ("scan", FOUR)]
+LAYOUTS = [
+    ("vmap",),
+    ("vmap", "auto", 2),
+    ("vmap", TWO),
+    ("unroll",),
+    ("unroll", TWO),
+    ("scan", FOUR),
+]
 BOTH = dissociation.member_mesh(jax.devices("cpu")[:4], data=2)
 DATA = [("vmap", BOTH), ("scan", BOTH), ("unroll", BOTH)]
 
@@ -81,7 +88,9 @@ def run_layout(layout, *, shared, size, models=None, keys=None):
     sampler = Epochs(data, size, drop_remainder=size < 10, shared=shared)
     models = linear_members(key, members=5) if models is None else models
     keys = (key if shared else jax.random.split(key, 5)) if keys is None else keys
-    return fit(models, make_step(noisy_error, optax.sgd(0.05)), sampler, num_steps=10, key=keys, **how)
+    return fit(
+        models, make_step(noisy_error, optax.sgd(0.05)), sampler, num_steps=10, key=keys, **how
+    )
 
 
 def assert_close(result, wanted, rtol=1e-5, atol=1e-6):
@@ -117,7 +126,9 @@ def test_members_with_any_orders_and_batches_agree_with_members_in_turn(shared, 
     if not shared:
         key = jax.random.key(20)
         models = jax.tree.map(lambda leaf: leaf[3:4], linear_members(key, members=5))
-        alone = run_layout(("scan",), shared=False, size=size, models=models, keys=jax.random.split(key, 5)[3:4])
+        alone = run_layout(
+            ("scan",), shared=False, size=size, models=models, keys=jax.random.split(key, 5)[3:4]
+        )
         assert_close(alone, [leaf[3:4] for leaf in wanted])
 
 
@@ -127,14 +138,25 @@ def test_members_per_batch_follow_the_memory(key, monkeypatch):
     data = regression(key, samples=450, out=40)
     largest, program_bytes = chunk_module.largest_batch, chunk_module.program_bytes
     monkeypatch.setattr(
-        chunk_module, "program_bytes", lambda program: needed.append(program_bytes(program)) or needed[-1]
+        chunk_module,
+        "program_bytes",
+        lambda program: needed.append(program_bytes(program)) or needed[-1],
     )
-    monkeypatch.setattr(run_module, "largest_batch", lambda *args: sizes.append(largest(*args)) or sizes[-1])
+    monkeypatch.setattr(
+        run_module, "largest_batch", lambda *args: sizes.append(largest(*args)) or sizes[-1]
+    )
 
     def run(budget, member_map, size=None):
         monkeypatch.setattr(chunk_module, "free_memory", lambda arrays: budget)
-        step, how = make_step(noisy_error, optax.adam(0.05)), {"mesh": TWO, "members_per_batch": size}
-        return weights(fit(models, step, Epochs(data, 200), num_epochs=2, key=key, member_map=member_map, **how))
+        step, how = (
+            make_step(noisy_error, optax.adam(0.05)),
+            {"mesh": TWO, "members_per_batch": size},
+        )
+        return weights(
+            fit(
+                models, step, Epochs(data, 200), num_epochs=2, key=key, member_map=member_map, **how
+            )
+        )
 
     plain = run(None, "vmap")
     np.testing.assert_allclose(run(2**40, "vmap", "auto"), plain, rtol=1e-5, atol=1e-6)
@@ -142,11 +164,15 @@ def test_members_per_batch_follow_the_memory(key, monkeypatch):
     assert sizes[0] == 12 // 2 > sizes[1] >= 1
     with pytest.raises(ValueError, match=r"`memory_budget` must be at least \d+ bytes"):
         run(100, "vmap", "auto")
-    np.testing.assert_allclose(run(100, "scan", "auto"), plain, rtol=1e-5, atol=1e-6)  # in turn: nothing to choose
+    np.testing.assert_allclose(
+        run(100, "scan", "auto"), plain, rtol=1e-5, atol=1e-6
+    )  # in turn: nothing to choose
 
 
 @pytest.mark.parametrize(
-    ("member_map", "size"), [("scan", 4), pytest.param("vmap", 3, marks=pytest.mark.slow)], ids=["scan", "vmap"]
+    ("member_map", "size"),
+    [("scan", 4), pytest.param("vmap", 3, marks=pytest.mark.slow)],
+    ids=["scan", "vmap"],
 )
 def test_chunks_leave_no_trace(key, monkeypatch, member_map, size):
     models, data = linear_members(key), regression(key, samples=40)
@@ -173,7 +199,9 @@ def test_observation_is_of_the_state_before_the_update(key):
         return {"weight": model.weight, "step": step, "draw": jax.random.normal(key)}
 
     def run(num_steps, *steps):
-        return fit(models, SGD, Epochs(data, 4), num_steps=num_steps, key=key, save=Save(observe, steps))
+        return fit(
+            models, SGD, Epochs(data, 4), num_steps=num_steps, key=key, save=Save(observe, steps)
+        )
 
     history = run(7, 0, 3, 7).history
     assert history.observed_at.tolist() == [0, 3, 7]
@@ -188,7 +216,10 @@ def test_observations_are_by_epoch_unless_told(key):
     def steps(sampler=None, **options):
         return trained(key, sampler=sampler, num_steps=8, **options).history.observed_at.tolist()
 
-    epochs, observed = Epochs(regression(key), 4), Save(lambda model, step, key: jnp.sum(model.weight))
+    epochs, observed = (
+        Epochs(regression(key), 4),
+        Save(lambda model, step, key: jnp.sum(model.weight)),
+    )
     assert steps(epochs, save=observed) == [0, 3, 6, 8]
     assert steps(save=observed) == [0, 8]
     assert steps(epochs, callbacks=[lambda step, records: None]) == [0, 3, 6, 8]
@@ -217,7 +248,11 @@ def with_sign(model, batch, key):
     """A loss with metrics of three kinds."""
     x, y = batch
     value = squared_error(model, batch, key)
-    return value, {"halves": 0.5 * value, "signs": jnp.sign(model.weight).astype(int), "first": x[0]}
+    return value, {
+        "halves": 0.5 * value,
+        "signs": jnp.sign(model.weight).astype(int),
+        "first": x[0],
+    }
 
 
 @pytest.mark.parametrize("member_map", ["vmap", "unroll"])
@@ -230,7 +265,9 @@ def test_metrics_are_kept_step_by_step(key, member_map):
     assert metrics["signs"].shape == (3, 7, 2, 4)
     assert metrics["signs"].dtype.kind == "i"
     np.testing.assert_array_equal(metrics["signs"][:, 0], np.sign(models.weight))
-    np.testing.assert_array_equal(metrics["first"], np.broadcast_to(regression(key)[0][0], (3, 7, 4)))
+    np.testing.assert_array_equal(
+        metrics["first"], np.broadcast_to(regression(key)[0][0], (3, 7, 4))
+    )
     assert plain.history.metrics is None
     nothing = trained(key, loss=with_sign, num_steps=0)
     np.testing.assert_array_equal(weights(nothing), models.weight)
@@ -242,7 +279,11 @@ def drawn(key):
     return jax.random.normal(x_key, (5, 4)), jax.random.normal(y_key, (5, 2))
 
 
-SAMPLERS = {"epochs": lambda data: Epochs(data, 4), "whole": FullBatch, "draws": lambda data: Online(drawn)}
+SAMPLERS = {
+    "epochs": lambda data: Epochs(data, 4),
+    "whole": FullBatch,
+    "draws": lambda data: Online(drawn),
+}
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -281,15 +322,27 @@ def test_another_optimiser_begins_anew_and_the_same_goes_on(key):
 
 def test_phases_chain(key):
     """Another loss, other hyperparameters and other data from the same state, three phases on end."""
-    models, data, more = linear_members(key), regression(key), regression(jax.random.key(1), samples=6)
-    none, strong, decayed = jnp.zeros(3), jnp.full(3, 2.0), lambda settings: optax.adamw(0.05, weight_decay=settings)
+    models, data, more = (
+        linear_members(key),
+        regression(key),
+        regression(jax.random.key(1), samples=6),
+    )
+    none, strong, decayed = (
+        jnp.zeros(3),
+        jnp.full(3, 2.0),
+        lambda settings: optax.adamw(0.05, weight_decay=settings),
+    )
     step = make_step(squared_error, decayed)
     one = fit(models, step, Epochs(data, 4), num_epochs=2, key=key, hyperparams=none)
     two = fit(one.state, step, FullBatch(more), num_steps=5, key=key, hyperparams=strong)
-    three = fit(two.state, step, Epochs(data, 4), num_epochs=1, key=key)  # the state's own hyperparameters
+    three = fit(
+        two.state, step, Epochs(data, 4), num_epochs=1, key=key
+    )  # the state's own hyperparameters
     assert [r.num_steps for r in (one, two, three)] == [6, 11, 14]
     other = fit(two.state, step, Epochs(data, 4), num_epochs=1, key=key, hyperparams=none)
-    assert (np.abs(weights(other)) > np.abs(weights(three))).mean() > 0.9  # without decay they stay larger
+    assert (
+        np.abs(weights(other)) > np.abs(weights(three))
+    ).mean() > 0.9  # without decay they stay larger
 
 
 def test_convolutions_are_kept_out_of_loops_on_a_cpu(key):
@@ -307,7 +360,12 @@ def test_convolutions_are_kept_out_of_loops_on_a_cpu(key):
 
 
 def test_other_arrays_stay_and_arrays_of_the_loss_are_inputs(key):
-    models = {"weight": jnp.ones((2, 3)), "count": jnp.array([3, 4]), "key": jax.random.split(key, 2), "rate": 0.5}
+    models = {
+        "weight": jnp.ones((2, 3)),
+        "count": jnp.array([3, 4]),
+        "key": jax.random.split(key, 2),
+        "rate": 0.5,
+    }
 
     class Weighted(eqx.Module):
         target: jax.Array
@@ -334,7 +392,9 @@ def test_nothing_to_record_takes_no_trip_to_the_host_per_step(key, monkeypatch):
     assert quiet.history.observed_at.size == 0
 
 
-STATES = eqx.filter_vmap(lambda _: eqx.nn.State(eqx.nn.BatchNorm(3, "batch", mode="ema")))(jnp.arange(3))
+STATES = eqx.filter_vmap(lambda _: eqx.nn.State(eqx.nn.BatchNorm(3, "batch", mode="ema")))(
+    jnp.arange(3)
+)
 
 
 def two_kinds(model, step, key):
@@ -349,30 +409,44 @@ def two_kinds(model, step, key):
         ({"member_map": "pmap"}, ValueError, "'auto', 'vmap', 'scan', 'unroll', got 'pmap'"),
         ({"at": [0, 99]}, ValueError, "`at` must lie between 0 and the last step"),
         ({"hyperparams": jnp.ones(2)}, ValueError, r"as many members as `models` \(3\), got 2"),
-        ({"aux": jnp.ones(2)}, ValueError, r"`aux` must have as many members as `models` \(3\), got 2"),
-        ({"keys": jax.random.split(jax.random.key(0), 3)}, ValueError, "`shared` must be False in the sampler"),
-        ({"members_per_batch": 2, "member_map": "scan"}, ValueError, "`members_per_batch` must be None"),
+        ({"aux": jnp.ones(2)}, ValueError, r"`aux` must have as many members as `models` \(3\), "
+                                           r"got 2"),
+        ({"keys": jax.random.split(jax.random.key(0), 3)}, ValueError, "`shared` must be False "
+                                                                       "in the sampler"),
+        ({"members_per_batch": 2, "member_map": "scan"}, ValueError, "`members_per_batch` must "
+                                                                     "be None"),
         ({"mesh": 3}, TypeError, '`mesh` must be a mesh of `member_mesh`, None or "auto", got 3'),
-        ({"mesh": jax.make_mesh((1,), ("batch",))}, ValueError, "`mesh` must have the axis 'members', and 'data' at"),
-        ({"hyperparams": [1e-2, 1e-3]}, TypeError, "`hyperparams` must hold arrays, .* first, got float 0.01 at hyp"),
+        ({"mesh": jax.make_mesh((1,), ("batch",))}, ValueError, "`mesh` must have the axis "
+                                                                "'members', and 'data' at"),
+        ({"hyperparams": [1e-2, 1e-3]}, TypeError, "`hyperparams` must hold arrays, .* first, "
+                                                   "got float 0.01 at hyp"),
         ({"seconds": np.nan}, ValueError, "`save` must have `seconds` of at least 0, got nan"),
-        ({"progress": "auto", "shown": ["foo"], "observe": two_kinds}, ValueError, "one of 'loss', 'a', got 'foo'"),
+        ({"progress": "auto", "shown": ["foo"], "observe": two_kinds}, ValueError, "one of "
+                                                                                   "'loss', 'a', "
+                                                                                   "got 'foo'"),
         ({"progress": "loud"}, ValueError, "'terminal', 'auto', 'late', got 'loud'"),
-        ({"optimizer": lambda rate: optax.sgd(0.1)}, TypeError, r"Call it, as in optax.adam\(1e-3\)"),
-        ({"callbacks": [print, 3]}, TypeError, r"`callbacks\[1\]` must be a function of step and records, or a Call"),
+        ({"optimizer": lambda rate: optax.sgd(0.1)}, TypeError, r"Call it, as in "
+                                                                r"optax.adam\(1e-3\)"),
+        ({"callbacks": [print, 3]}, TypeError, r"`callbacks\[1\]` must be a function of step and "
+                                               r"records, or a Call"),
         ({"observe": "loss"}, TypeError, "`save` must have a function as `observe`, got 'loss'"),
-        ({"models": Linear(jnp.ones((0, 2, 4)))}, ValueError, "`models` must not be empty, got a leading axis of"),
+        ({"models": Linear(jnp.ones((0, 2, 4)))}, ValueError, "`models` must not be empty, got a "
+                                                              "leading axis of"),
         ({"models": eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))}, ValueError,
          r"`models` must agree in the leading .* = eqx.filter_vmap\(init\)\(jax"),
-        ({"models": Linear(np.full((3, 2, 4), "a"))}, TypeError, r"`models.weight` must be .*, got text"),
-        ({"models": STATES}, TypeError, "`models` must hold parameters, got an eqx.nn.State .* Pass .* `aux`"),
+        ({"models": Linear(np.full((3, 2, 4), "a"))}, TypeError, r"`models.weight` must be .*, "
+                                                                 r"got text"),
+        ({"models": STATES}, TypeError, "`models` must hold parameters, got an eqx.nn.State .* "
+                                        "Pass .* `aux`"),
         ({"loss": lambda m, b, k: (b[0], 1.0)}, ValueError, "`loss` must return a scalar"),
         ({"loss": lambda m, b, k: ()}, ValueError, "`loss` must return a scalar"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(key, change, error, message):
     options = {"num_steps": 2, "sampler": Epochs(regression(key), 4), **change}
-    given = {name: options.pop(name) for name in list(options) if name in ("observe", "at", "seconds")}
+    given = {
+        name: options.pop(name) for name in list(options) if name in ("observe", "at", "seconds")
+    }
     shown = {name: options.pop(name) for name in list(options) if name in ("progress", "shown")}
     if shown:
         options["callbacks"] = [Progress(shown.pop("progress"), **shown)]
@@ -385,19 +459,28 @@ def test_names_that_cannot_be_saved_are_refused_before_the_first_step(key, names
     recorded, seen = jax.tree.map(jnp.asarray, names), Mock(return_value=None)
     loss = lambda model, batch, key: (squared_error(model, batch, key), recorded)  # noqa: E731
     options = {"num_steps": 3, "callbacks": [seen]}
-    for part, given in (("save", {"save": Save(lambda model, step, key: recorded)}), ("step", {"loss": loss})):
+    for part, given in (
+        ("save", {"save": Save(lambda model, step, key: recorded)}),
+        ("step", {"loss": loss}),
+    ):
         if "at" in names and part == "step":  # that name is taken among observations alone
             continue
-        with pytest.raises(ValueError, match=f"`{part}` must (have names other than|give each array)"):
+        with pytest.raises(
+            ValueError, match=f"`{part}` must (have names other than|give each array)"
+        ):
             trained(key, **options, **given)
     assert not seen.called
 
 
 def test_inside_of_a_transformation_the_other_layer_is_named(key):
-    with pytest.raises(TypeError, match=r"`models` must be known: `fit` is driven by the host, .* use `train`"):
+    with pytest.raises(
+        TypeError, match=r"`models` must be known: `fit` is driven by the host, .* use `train`"
+    ):
         eqx.filter_jit(lambda models: trained(key, models, num_steps=2).models)(linear_members(key))
     with pytest.raises(TypeError, match="`key` must be known"):
-        jax.vmap(lambda own: trained(key, keys=own, num_steps=2).history.loss)(jax.random.split(key))
+        jax.vmap(lambda own: trained(key, keys=own, num_steps=2).history.loss)(
+            jax.random.split(key)
+        )
 
 
 def test_models_of_half_precision_are_trained_in_float32(key):
@@ -409,9 +492,14 @@ def test_models_of_half_precision_are_trained_in_float32(key):
 
 
 def test_results_print_in_a_line(key):
-    found = trained(key, num_steps=30, save=Save(lambda model, step, key: {"norm": jnp.sum(model.weight**2)}))
+    found = trained(
+        key, num_steps=30, save=Save(lambda model, step, key: {"norm": jnp.sum(model.weight**2)})
+    )
     said = repr(found)
     assert "\n" not in said
     assert said.startswith("FitResult(3 of Linear, 0 diverged, 30 steps by ")
     assert repr(found.history) in said
-    assert f"loss=f32[3,30](numpy) from {found.history.loss.min():.4g} to {found.history.loss.max():.4g}" in said
+    assert (
+        f"loss=f32[3,30](numpy) from {found.history.loss.min():.4g} to "
+        f"{found.history.loss.max():.4g}" in said
+    )

@@ -18,7 +18,11 @@ def samplers(data):
     def draw(source, key):
         return jax.tree.map(lambda leaf: leaf[jax.random.permutation(key, len(leaf))[:5]], source)
 
-    return {"remainder": Epochs(data, 4, shared=False), "whole": FullBatch(data), "draws": Online(draw, data)}
+    return {
+        "remainder": Epochs(data, 4, shared=False),
+        "whole": FullBatch(data),
+        "draws": Online(draw, data),
+    }
 
 
 @pytest.mark.slow
@@ -26,7 +30,8 @@ def samplers(data):
 def test_equals_fit_for_a_member_with_its_own_key_at_once_and_in_parts(key, name):
     models, sampler = linear_members(key), samplers(regression(key))[name]
     keys = jax.random.split(jax.random.key(5), 3)
-    # The whole set has no order, and so `shared` means nothing to it: its members get keys that follow from one.
+    # The whole set has no order, and so `shared` means nothing to it: its members get keys that
+    # follow from one.
     result = fit(models, ADAM, sampler, num_steps=17, key=key if name == "whole" else keys)
     if name == "whole":
         keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.split(key)[1], i))(jnp.arange(3))
@@ -36,10 +41,14 @@ def test_equals_fit_for_a_member_with_its_own_key_at_once_and_in_parts(key, name
         np.testing.assert_allclose(infos.loss, result.history.loss[m], rtol=1e-5)
         np.testing.assert_allclose(state.model.weight, weights(result)[m], rtol=1e-5, atol=1e-6)
         assert state.step == 17
-    first, early = train(ADAM.init(Linear(models.weight[2])), ADAM, sampler, 7, key=jax.random.key_data(keys[2]))
+    first, early = train(
+        ADAM.init(Linear(models.weight[2])), ADAM, sampler, 7, key=jax.random.key_data(keys[2])
+    )
     second, late = train(first, ADAM, sampler, 10, key=keys[2], first_step=7)
     np.testing.assert_allclose(second.model.weight, weights(result)[2], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(jnp.concatenate([early.loss, late.loss]), result.history.loss[2], rtol=1e-5)
+    np.testing.assert_allclose(
+        jnp.concatenate([early.loss, late.loss]), result.history.loss[2], rtol=1e-5
+    )
     assert second.step == 17
 
 
@@ -64,7 +73,9 @@ def test_the_gradient_through_training_is_that_of_finite_differences():
 
 
 def test_metrics_of_every_step_and_of_none(key):
-    step = make_step(lambda w, batch, key: (w * jnp.mean(batch), {"batch": jnp.max(batch)}), optax.sgd(0.0))
+    step = make_step(
+        lambda w, batch, key: (w * jnp.mean(batch), {"batch": jnp.max(batch)}), optax.sgd(0.0)
+    )
     start, sampler = step.init(jnp.asarray(1.0)), Epochs(jnp.arange(10.0), 4, shuffle=False)
     _, infos = train(start, step, sampler, 5, key=key)
     np.testing.assert_array_equal(infos.metrics["batch"], [3, 7, 9, 3, 7])
@@ -77,14 +88,29 @@ def test_what_cannot_be_is_refused(key):
     start, data = ADAM.init(Linear(jnp.ones((2, 4)))), regression(key)
     stacked = Epochs(jnp.ones((3, 10, 4)), 4, stacked=True)
     for change, words in (
-        ({"sampler": HostBatches(lambda step: iter([]))}, "`sampler` must draw its batches in .*`training.fit`"),
+        (
+            {"sampler": HostBatches(lambda step: iter([]))},
+            "`sampler` must draw its batches in .*`training.fit`",
+        ),
         ({"num_steps": -1}, "`num_steps` must be at least 0, got -1"),
         ({"first_step": -1}, "`first_step` must be at least 0, got -1"),
-        ({"step": make_step(noisy_error, optax.sgd(0.1, momentum=0.9))}, "hold an `opt_state` of the step's optimiser"),
+        (
+            {"step": make_step(noisy_error, optax.sgd(0.1, momentum=0.9))},
+            "hold an `opt_state` of the step's optimiser",
+        ),
         ({"sampler": stacked}, "`sampler` must hold the data of one member, got those of all"),
-        ({"state": eqx.filter_vmap(ADAM.init)(linear_members(key))}, r"be that of one member, got \(3,\) of them"),
+        (
+            {"state": eqx.filter_vmap(ADAM.init)(linear_members(key))},
+            r"be that of one member, got \(3,\) of them",
+        ),
     ):
-        call = {"state": start, "step": ADAM, "sampler": Epochs(data, 4), "num_steps": 3, "key": key} | change
+        call = {
+            "state": start,
+            "step": ADAM,
+            "sampler": Epochs(data, 4),
+            "num_steps": 3,
+            "key": key,
+        } | change
         with pytest.raises((TypeError, ValueError), match=words):
             train(**call)
 

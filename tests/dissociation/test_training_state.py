@@ -48,13 +48,18 @@ def test_replace_changes_what_it_is_told(key):
     assert (other.model.name, state.model.name) == ("other", "linear")
     assert (other.hyperparams, other.aux) == (0.25, state.aux)
     jax.tree.map(np.testing.assert_array_equal, other.opt_state, state.opt_state)
-    with pytest.raises(ValueError, match="'model', 'aux', 'opt_state', 'hyperparams', 'step', got 'weight'"):
+    with pytest.raises(
+        ValueError, match="'model', 'aux', 'opt_state', 'hyperparams', 'step', got 'weight'"
+    ):
         state.replace(weight=1)
 
 
 def test_hyperparameters_are_numbers_of_the_state(key):
     data = regression(key)
-    step = make_step(squared_error, lambda settings: optax.adamw(settings["rate"], weight_decay=settings["decay"]))
+    step = make_step(
+        squared_error,
+        lambda settings: optax.adamw(settings["rate"], weight_decay=settings["decay"]),
+    )
     state = step.init(Linear(jnp.ones((2, 4))), hyperparams={"rate": 0.1, "decay": 0.5})
     plain = make_step(squared_error, optax.adamw(0.1, weight_decay=0.5))
     wanted, _ = plain(plain.init(Linear(jnp.ones((2, 4)))), data, key)
@@ -122,7 +127,14 @@ def test_multipliers_ascend_while_the_model_descends_and_is_projected():
         clipped += w > 1.2
         w = min(w, 1.2)
         multiplier += 0.1 * (w - 1)
-    result = fit(jnp.full(2, 3.0), step, FullBatch(jnp.ones(1)), num_steps=300, key=jax.random.key(0), aux=jnp.zeros(2))
+    result = fit(
+        jnp.full(2, 3.0),
+        step,
+        FullBatch(jnp.ones(1)),
+        num_steps=300,
+        key=jax.random.key(0),
+        aux=jnp.zeros(2),
+    )
     np.testing.assert_allclose(result.models, w, rtol=1e-5)
     np.testing.assert_allclose(result.state.aux, multiplier, rtol=1e-5)
     np.testing.assert_allclose(result.history.loss[0], values, rtol=1e-4)
@@ -133,16 +145,28 @@ def test_multipliers_ascend_while_the_model_descends_and_is_projected():
 def test_micro_batches_average_to_the_whole(key):
     models, data = linear_members(key), regression(key, samples=24)
     whole, parts = (
-        fit(models, make_step(with_metrics, optax.sgd(0.1), micro_batches=count), Epochs(data, 8), num_steps=6, key=key)
+        fit(
+            models,
+            make_step(with_metrics, optax.sgd(0.1), micro_batches=count),
+            Epochs(data, 8),
+            num_steps=6,
+            key=key,
+        )
         for count in (1, 4)
     )
     np.testing.assert_allclose(weights(parts), weights(whole), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(parts.history.loss, whole.history.loss, rtol=1e-5)
-    np.testing.assert_allclose(parts.history.metrics["twice"], whole.history.metrics["twice"], rtol=1e-5)
+    np.testing.assert_allclose(
+        parts.history.metrics["twice"], whole.history.metrics["twice"], rtol=1e-5
+    )
     # A part draws with a key of its own: the mean of four draws, not one draw.
-    step = make_step(lambda w, batch, key: jax.random.normal(key) + 0 * w, optax.sgd(0.1), micro_batches=4)
+    step = make_step(
+        lambda w, batch, key: jax.random.normal(key) + 0 * w, optax.sgd(0.1), micro_batches=4
+    )
     _, info = jax.jit(lambda w, key: step(step.init(w), jnp.ones(8), key))(1.0, key)
-    draws = np.asarray(jax.jit(lambda key: jax.vmap(jax.random.normal)(jax.random.split(key, 4)))(key))
+    draws = np.asarray(
+        jax.jit(lambda key: jax.vmap(jax.random.normal)(jax.random.split(key, 4)))(key)
+    )
     assert info.loss == pytest.approx(float(draws.mean()), rel=1e-5)
     assert np.std(draws) > 0.1
 
@@ -158,21 +182,44 @@ def test_micro_batches_see_the_samples_in_order_and_divide_the_batch(key):
     assert state.aux == 135  # the parts begin at 1, 3 and 5
     assert info.loss == pytest.approx(3.5)
     assert state.model == pytest.approx(1 - 3.5)
-    with pytest.raises(ValueError, match=r"`micro_batches` must divide every batch \(shape \(7,\)\), got 3.*drop the"):
+    with pytest.raises(
+        ValueError,
+        match=r"`micro_batches` must divide every batch \(shape \(7,\)\), got 3.*drop the",
+    ):
         step(state, jnp.ones(7), key)
 
 
 def test_an_optimiser_and_its_hyperparameters_belong_together(key):
     model, made, sgd = Linear(jnp.ones((2, 4))), partial(make_step, squared_error), optax.sgd(0.1)
     for call, error, words in (
-        (lambda: made(optax.adam).init(model), TypeError, "be an optax.GradientTransformation if .* is None"),
-        (lambda: made(sgd).init(model, hyperparams=0.1), TypeError, "be a function .*which does not use them"),
-        (lambda: made(lambda rate: rate).init(model, hyperparams=0.1), TypeError, "return an optax.GradientTransform"),
-        (lambda: made(None), TypeError, "`optimizer` must be of type GradientTransformation .* a function, got None"),
+        (
+            lambda: made(optax.adam).init(model),
+            TypeError,
+            "be an optax.GradientTransformation if .* is None",
+        ),
+        (
+            lambda: made(sgd).init(model, hyperparams=0.1),
+            TypeError,
+            "be a function .*which does not use them",
+        ),
+        (
+            lambda: made(lambda rate: rate).init(model, hyperparams=0.1),
+            TypeError,
+            "return an optax.GradientTransform",
+        ),
+        (
+            lambda: made(None),
+            TypeError,
+            "`optimizer` must be of type GradientTransformation .* a function, got None",
+        ),
         (lambda: made(sgd, micro_batches=0), ValueError, "`micro_batches` must"),
         (lambda: made(sgd, micro_batches=2.0), TypeError, "`micro_batches` must"),
         (lambda: made(sgd).init(Linear(jnp.ones((2, 4), complex))), TypeError, "complex64"),
-        (lambda: made(sgd).init(jnp.tanh), ValueError, "`model` must hold at least one array, got none"),
+        (
+            lambda: made(sgd).init(jnp.tanh),
+            ValueError,
+            "`model` must hold at least one array, got none",
+        ),
     ):
         with pytest.raises(error, match=words):
             call()
@@ -202,7 +249,9 @@ def test_optimisers_get_the_value(optimizer, options, key):
     """As in a loop of Optax by hand, which gives them the loss, its gradient, and the function."""
     start = jnp.array([3.0, -2.0, 1.0])
     step = make_step(quadratic, (lambda _: optimizer) if options else optimizer)
-    result = fit(jnp.stack([start, start]), step, FullBatch(CURVATURE), num_steps=8, key=key, **options)
+    result = fit(
+        jnp.stack([start, start]), step, FullBatch(CURVATURE), num_steps=8, key=key, **options
+    )
     multi = isinstance(optimizer, optax.MultiSteps)
     update = optimizer.update if multi else optax.with_extra_args_support(optimizer).update
     loss = lambda weights: quadratic(weights, CURVATURE, key)  # noqa: E731
@@ -225,8 +274,13 @@ def test_optimisers_get_the_value(optimizer, options, key):
 
 
 def test_an_optimiser_that_takes_no_value_gets_none(key):
-    optimizer, weights = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2), jnp.array([3.0, -2.0, 1.0])
-    result = fit(weights[None], make_step(quadratic, optimizer), FullBatch(CURVATURE), num_steps=4, key=key)
+    optimizer, weights = (
+        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2),
+        jnp.array([3.0, -2.0, 1.0]),
+    )
+    result = fit(
+        weights[None], make_step(quadratic, optimizer), FullBatch(CURVATURE), num_steps=4, key=key
+    )
     state = optimizer.init(weights)
     for _ in range(4):
         slope = jax.grad(quadratic)(weights, CURVATURE, key)
@@ -237,17 +291,27 @@ def test_an_optimiser_that_takes_no_value_gets_none(key):
 
 def test_functions_of_other_arguments_are_named(key):
     data, models = FullBatch(CURVATURE), jnp.ones((2, 3))
-    four, three = make_step(lambda m, aux, b, k: (0.0, aux), optax.sgd(0.1)), make_step(quadratic, optax.sgd(0.1))
-    for step, aux, words in ((four, None, "model, batch, key"), (three, jnp.ones(2), "model, aux, batch, key")):
+    four, three = (
+        make_step(lambda m, aux, b, k: (0.0, aux), optax.sgd(0.1)),
+        make_step(quadratic, optax.sgd(0.1)),
+    )
+    for step, aux, words in (
+        (four, None, "model, batch, key"),
+        (three, jnp.ones(2), "model, aux, batch, key"),
+    ):
         for call in (
             lambda step=step, aux=aux: fit(models, step, data, num_steps=1, key=key, aux=aux),
             lambda step=step, aux=aux: step(step.init(models[0], aux=aux), CURVATURE, key),
             lambda step=step, aux=aux: train(step.init(models[0], aux=aux), step, data, 1, key=key),
         ):
-            with pytest.raises(TypeError, match=rf"`loss` must take \d arguments \({words}\), .*With an `aux`"):
+            with pytest.raises(
+                TypeError, match=rf"`loss` must take \d arguments \({words}\), .*With an `aux`"
+            ):
                 call()
     for observe in (lambda model, step: 0.0, lambda model, aux, step, key: 0.0):
-        with pytest.raises(TypeError, match=r"`observe` must take 3 arguments \(model, step, key\), got"):
+        with pytest.raises(
+            TypeError, match=r"`observe` must take 3 arguments \(model, step, key\), got"
+        ):
             fit(models, three, data, num_steps=1, key=key, save=Save(observe))
 
 
@@ -258,7 +322,9 @@ def test_what_is_returned_must_be_what_a_loop_can_carry(key):
         step = make_step(loss, optax.sgd(0.1), after_update=after_update)
         return step(step.init(model, aux=aux), data, key)
 
-    with pytest.raises(ValueError, match="`after_update` must return the state as it was: a State, arrays of"):
+    with pytest.raises(
+        ValueError, match="`after_update` must return the state as it was: a State, arrays of"
+    ):
         run(squared_error, lambda state: state.replace(model=Linear(jnp.ones((2, 3)))))
     with pytest.raises(ValueError, match="`loss` must return aux as it was"):
         run(lambda m, aux, b, k: (squared_error(m, b, k), {"other": aux}), aux=jnp.ones(()))

@@ -26,9 +26,17 @@ def test_errors_are_those_of_the_probe_on_slices(probe, num_buckets):
         count = round(120 * fraction)
         chances = np.asarray(predict(x[:count], y[:count], 5))
         wanted.append(np.mean(chances.argmax(1) != y[:count].argmax(1)))
-    options = {"key": None, "fractions": fractions, "num_splits": 5, "probe": probe, "num_buckets": num_buckets}
+    options = {
+        "key": None,
+        "fractions": fractions,
+        "num_splits": 5,
+        "probe": probe,
+        "num_buckets": num_buckets,
+    }
     errors = measures.transfer_errors(x, y, **options)
-    np.testing.assert_allclose(errors, wanted, atol=1.01 / 30)  # one sample at a tie, in the smallest budget
+    np.testing.assert_allclose(
+        errors, wanted, atol=1.01 / 30
+    )  # one sample at a tie, in the smallest budget
     assert np.abs(errors - np.array(wanted)).sum() < 2 / 30
     assert len(set(np.round(wanted, 3))) > 1
 
@@ -74,13 +82,17 @@ def test_sorted_rows_transfer_as_well_as_shuffled_ones(probe):
     keys = jax.random.split(jax.random.key(0), 8)
     for features, low in ((x, 0.1), (noise, 0.5)):
         given, ordered = (
-            np.stack([run(features[rows], y[rows], key) for key in keys]) for rows in (slice(None), place)
+            np.stack([run(features[rows], y[rows], key) for key in keys])
+            for rows in (slice(None), place)
         )
         spread = (given.var(0, ddof=1) + ordered.var(0, ddof=1)) ** 0.5 / len(keys) ** 0.5
         assert (np.abs(given.mean(0) - ordered.mean(0)) <= 3.5 * np.maximum(spread, 0.003)).all()
         assert (ordered.mean(0) > low).all()
-    # As they come, the first rows are of one class: no error there is no news, and it is refused where it is seen.
-    with pytest.raises(ValueError, match=r"every class in the first 60 rows.*got none of class 1.*Pass a `key`"):
+    # As they come, the first rows are of one class: no error there is no news, and it is refused
+    # where it is seen.
+    with pytest.raises(
+        ValueError, match=r"every class in the first 60 rows.*got none of class 1.*Pass a `key`"
+    ):
         measures.transfer_errors(noise[place], y[place], key=None, **options)
 
 
@@ -99,5 +111,7 @@ def test_budgets_without_a_converged_probe_have_no_error():
     x, y = make_data()
     x[60, 0] = np.nan  # in the larger budget alone
     with pytest.warns(RuntimeWarning, match="did not converge in 1 of 2 budgets"):
-        errors = measures.transfer_errors(x, y, key=None, fractions=(0.5, 1.0), num_splits=5, num_buckets=1)
+        errors = measures.transfer_errors(
+            x, y, key=None, fractions=(0.5, 1.0), num_splits=5, num_buckets=1
+        )
     np.testing.assert_array_equal(np.isnan(errors), [False, True])

@@ -14,7 +14,11 @@ import pytest
 import dissociation
 from dissociation.linear import GLS, LinearNetwork, make_task, placement, second_readout_loss
 from dissociation.rewrites import linear_cka_range
-from dissociation.similarity import linear_predictivity, partial_whitening_distance, predictivity_path
+from dissociation.similarity import (
+    linear_predictivity,
+    partial_whitening_distance,
+    predictivity_path,
+)
 
 DRAWS = np.random.default_rng(0)
 X = DRAWS.normal(size=(80, 4))
@@ -42,8 +46,12 @@ def test_a_ridge_has_no_cut(alpha):
     y = X[:, 1:] + 0.1 * DRAWS.normal(size=(80, 3))
     expected = float(linear_predictivity(X, y, num_folds=2))
     assert expected > 0.9
-    assert float(linear_predictivity(x, y, alpha=alpha, num_folds=2)) == pytest.approx(expected, abs=2e-3)
-    assert float(predictivity_path(x, y, np.array([alpha]), num_folds=2)[0]) == pytest.approx(expected, abs=2e-3)
+    assert float(linear_predictivity(x, y, alpha=alpha, num_folds=2)) == pytest.approx(
+        expected, abs=2e-3
+    )
+    assert float(predictivity_path(x, y, np.array([alpha]), num_folds=2)[0]) == pytest.approx(
+        expected, abs=2e-3
+    )
 
 
 def test_the_span_of_hidden_neurons_does_not_depend_on_their_scales():
@@ -73,7 +81,9 @@ def test_a_cut_that_depends_on_units_names_its_columns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         partial_whitening_distance(X * [10.0, 1.0, 0.1, 1.0], X[:, :2], a=0.5)
-        partial_whitening_distance(np.concatenate([X, X[:, :1] + X[:, 1:2]], 1), X[:, :2], a=0.5)  # dependent
+        partial_whitening_distance(
+            np.concatenate([X, X[:, :1] + X[:, 1:2]], 1), X[:, :2], a=0.5
+        )  # dependent
 
 
 def test_the_nearest_network_of_a_family_does_not_depend_on_sizes_of_neurons():
@@ -110,7 +120,12 @@ def test_ranks_are_cut_in_one_place():
     for file in root.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             text = ast.unparse(node) if isinstance(node, ast.Compare) else ""
-            if "*" in text and CUTS.search(text) and "error" not in text and file.name != "linalg.py":
+            if (
+                "*" in text
+                and CUTS.search(text)
+                and "error" not in text
+                and file.name != "linalg.py"
+            ):
                 found[file.relative_to(root).as_posix()] += 1
     assert sum(found.values()) <= 12
     assert found == Counter(ALLOWED)

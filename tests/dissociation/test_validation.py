@@ -71,7 +71,9 @@ def take(
     fractions: Sequence[float] = (0.5,),
     module: eqx.nn.MLP | None = None,
     indices: Int[Array | np.ndarray, " k"] | None = None,
-    paths: Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "time ..."]] | None = None,
+    paths: Float[Array | np.ndarray, "..."]
+    | Sequence[Float[Array | np.ndarray, "time ..."]]
+    | None = None,
 ) -> dict[str, Any]:
     """Returns what came through."""
     return dict(locals())
@@ -106,31 +108,71 @@ def test_whatever_stands_for_an_array_is_taken(rows):
         ({"x": None}, TypeError, r"`x` must be an array of real numbers \[n, d\], got None\."),
         ({"x": [["a", "b"]]}, TypeError, "`x` must be .*got text.*return_inverse=True"),
         ({"x": [[1.0], [2.0, 3.0]]}, ValueError, "`x` must be .*rows differ in shape"),
-        ({"x": pd.DataFrame(ROWS, [list("aab"), [0, 1, 0]])}, ValueError, "`x` must be .*several index levels"),
-        ({"x": np.ones((2, 2), complex)}, TypeError, "`x` must hold real numbers, got dtype complex128"),
+        (
+            {"x": pd.DataFrame(ROWS, [list("aab"), [0, 1, 0]])},
+            ValueError,
+            "`x` must be .*several index levels",
+        ),
+        (
+            {"x": np.ones((2, 2), complex)},
+            TypeError,
+            "`x` must hold real numbers, got dtype complex128",
+        ),
         ({"x": np.ma.array(ROWS, mask=np.eye(3, 2))}, ValueError, "`x` must be .*masked"),
         ({"x": np.array(ROWS).astype("m8[s]")}, TypeError, "`x` must be .*dtype timedelta64"),
         ({"x": jax.random.key(0)}, TypeError, r"`x` must be .*dtype key<fry> and shape \(\)"),
-        ({"x": [1.0, 2.0]}, ValueError, r"`x` must be an array of real numbers \[n, d\], got shape \(2,\)"),
+        (
+            {"x": [1.0, 2.0]},
+            ValueError,
+            r"`x` must be an array of real numbers \[n, d\], got shape \(2,\)",
+        ),
         ({"x": [[1.0, np.nan]]}, ValueError, r"`x` must be finite, got nan at index \(0, 1\)"),
         (
             {"y": np.ones((2, 2))},
             ValueError,
             r"`y` must be .* \[n, \.\.\.\], got shape \(2, 2\), and \(3, 2\) for `x` \[n, d\]",
         ),
-        ({"y": np.ones((3, 2)), "more": np.ones((3, 1))}, ValueError, r"`more` .* \(3, 1\), .* and \(3, 2\) for `y`"),
+        (
+            {"y": np.ones((3, 2)), "more": np.ones((3, 1))},
+            ValueError,
+            r"`more` .* \(3, 1\), .* and \(3, 2\) for `y`",
+        ),
         ({"y": 2.0}, ValueError, r"`y` must be .* \[n, \.\.\.\], got shape \(\)"),
         ({"scale": True}, TypeError, "`scale` must be a number, got True"),
         ({"scale": Fraction(1, 2)}, TypeError, r"`scale` must be a number, got .* Fraction\."),
         ({"count": 2.0}, TypeError, "`count` must hold integers, got dtype float"),
-        ({"key": jax.random.split(jax.random.key(0), 3)}, ValueError, r"`key` must .* of shape \(3,\)\..*vmap"),
-        ({"keys": jax.random.PRNGKey(0)}, ValueError, r"`keys` must be random keys, one per member"),
-        ({"fractions": 0.5}, ValueError, r"`fractions` must be a sequence of real numbers, got shape \(\)"),
+        (
+            {"key": jax.random.split(jax.random.key(0), 3)},
+            ValueError,
+            r"`key` must .* of shape \(3,\)\..*vmap",
+        ),
+        (
+            {"keys": jax.random.PRNGKey(0)},
+            ValueError,
+            r"`keys` must be random keys, one per member",
+        ),
+        (
+            {"fractions": 0.5},
+            ValueError,
+            r"`fractions` must be a sequence of real numbers, got shape \(\)",
+        ),
         ({"module": jax.nn.relu}, TypeError, "`module` must be of type MLP, got the function relu"),
         ({"paths": [np.ones(3), ["a"]]}, TypeError, r"`paths\[1\]` must be an array .*text"),
-        ({"paths": [np.ones(3), [1.0, 2.0]]}, ValueError, r"`paths\[1\]` must be .*lists of shape \(2,\)\. Pass"),
-        ({"paths": [[1.0, 2.0], [3.0]]}, ValueError, "`paths` must be .* or a list of arrays, got a list whose rows"),
-        ({"paths": [np.ones(3), np.asarray(1.0)]}, ValueError, r"`paths\[1\]` must be .*got shape \(\)"),
+        (
+            {"paths": [np.ones(3), [1.0, 2.0]]},
+            ValueError,
+            r"`paths\[1\]` must be .*lists of shape \(2,\)\. Pass",
+        ),
+        (
+            {"paths": [[1.0, 2.0], [3.0]]},
+            ValueError,
+            "`paths` must be .* or a list of arrays, got a list whose rows",
+        ),
+        (
+            {"paths": [np.ones(3), np.asarray(1.0)]},
+            ValueError,
+            r"`paths\[1\]` must be .*got shape \(\)",
+        ),
     ],
 )
 def test_the_rest_is_refused_by_name(arguments, error, message):
@@ -161,9 +203,13 @@ def test_kinds_of_one_thing():
 
 @pytest.mark.parametrize("disabled", [False, True])
 def test_the_gate_does_not_depend_on_its_caller(monkeypatch, disabled):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", disabled)  # as JAXTYPING_DISABLE=1 sets it
+    monkeypatch.setattr(
+        jaxtyping.config, "jaxtyping_disable", disabled
+    )  # as JAXTYPING_DISABLE=1 sets it
     with jaxtyping.jaxtyped("context"):
-        assert isinstance(np.ones((7, 8), np.float32), Float[np.ndarray, "n d"])  # other n and d than the call's
+        assert isinstance(
+            np.ones((7, 8), np.float32), Float[np.ndarray, "n d"]
+        )  # other n and d than the call's
         for rows in (ROWS, ROWS[:2]):
             assert len(take(rows, rows)["x"]) == len(rows)
         with pytest.raises(ValueError, match="`y` must be .* for `x`"):
@@ -232,7 +278,9 @@ LOGITS = np.zeros((3, 4), np.float32)
 @pytest.mark.parametrize("kind", [list, jnp.asarray, Foreign, pd.Series])
 def test_labels_are_integers_or_one_hot(kind):
     rows = np.eye(4)[[2, 0, 1]]
-    np.testing.assert_array_equal(score(kind([2, 0, 1]), LOGITS), rows)  # four classes, as the logits say
+    np.testing.assert_array_equal(
+        score(kind([2, 0, 1]), LOGITS), rows
+    )  # four classes, as the logits say
     np.testing.assert_array_equal(count(kind([2, 0, 1])), [2, 0, 1])
     if kind is not pd.Series:
         np.testing.assert_array_equal(score(kind(rows), LOGITS), rows)
@@ -243,7 +291,10 @@ def test_labels_are_integers_or_one_hot(kind):
     ("labels", "message"),
     [
         (["cat", "dog", "cat"], "`labels` must be integers .*got text.*numpy.unique"),
-        ([0.0, 1.0, 2.0], r"`labels` must be integers .*dtype float64. If they are integers, pass labels.astype"),
+        (
+            [0.0, 1.0, 2.0],
+            r"`labels` must be integers .*dtype float64. If they are integers, pass labels.astype",
+        ),
         ([0, 1, -1], "`labels` must be integers from 0, got -1"),
         ([0, 1], r"`labels` must be integers .*, got shape \(2.*, and \(3, .\) for `"),
         ([[1], [0], [2]], r"`labels` must be .*one column.*labels\[:, 0\]"),
@@ -283,10 +334,19 @@ def test_integers_that_would_wrap_are_refused():
     assert int(first_of([-(2**31)])[0]) == -(2**31)
     assert first_of([1], host=large)[1] == 2**40  # never goes to JAX
     refused(
-        (lambda: first_of([0, 2**31]), "`x` must hold integers from -2147483648 to 2147483647, got 2147483648. Larger"),
+        (
+            lambda: first_of([0, 2**31]),
+            "`x` must hold integers from -2147483648 to 2147483647, got 2147483648. Larger",
+        ),
         (lambda: first_of([0], labels=large), "`labels` must hold integers .*, got 1099511627776"),
-        (lambda: first_of([0], more=[np.array([1]), large]), r"`more\[1\]` must hold integers .*, got 1099511627776"),
-        (lambda: as_examples("x", {"tokens": large}), "`x` must hold integers .*, got 1099511627776"),
+        (
+            lambda: first_of([0], more=[np.array([1]), large]),
+            r"`more\[1\]` must hold integers .*, got 1099511627776",
+        ),
+        (
+            lambda: as_examples("x", {"tokens": large}),
+            "`x` must hold integers .*, got 1099511627776",
+        ),
     )
 
 
@@ -332,7 +392,9 @@ WHITE[7] = 254 / 255
     ids=["list", "small", "uint32", "stacked", "frame"],
 )
 def test_what_float32_drops_is_said_once_before_it_is_dropped(x):
-    with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` varies by .* about .*: float32 keeps") as seen:
+    with pytest.warns(
+        RuntimeWarning, match=r"^Column 1 of `x` varies by .* about .*: float32 keeps"
+    ) as seen:
         narrow(x)
     assert (len(seen), seen[0].filename) == (1, __file__)
     with jax.enable_x64(True), warnings.catch_warnings(action="error"):
@@ -356,24 +418,33 @@ def test_what_float32_drops_is_said_once_before_it_is_dropped(x):
 def test_what_loses_nothing_passes_without_a_word(x):
     assert narrow(x) is not None
     ids = np.arange(2**24, 2**24 + 40)
-    assert narrow(x, host=2**26 + ids, counts=ids).tolist() == (2**26 + ids).tolist()  # integers stay, or keep digits
+    assert (
+        narrow(x, host=2**26 + ids, counts=ids).tolist() == (2**26 + ids).tolist()
+    )  # integers stay, or keep digits
 
 
 def test_messages_have_no_holes():
-    with pytest.raises(ValueError, match=r"^`name` must be left out, as there is nothing to choose from, got 'a'\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^`name` must be left out, as there is nothing to choose from, got 'a'\.$",
+    ):
         checks.check_choice("name", "a", ())
     with pytest.raises(ValueError, match=r"^`name` must be short, got nothing\.$"):
         checks.fail("name", "be short", "")
 
     with pytest.raises(TypeError, match="got an error: ") as seen:
-        checks.check_model("model", lambda x: jax.vmap(lambda a, b: a + b)(jnp.ones((4, 3)), x), np.zeros(5))
+        checks.check_model(
+            "model", lambda x: jax.vmap(lambda a, b: a + b)(jnp.ones((4, 3)), x), np.zeros(5)
+        )
     assert ":." not in str(seen.value)
 
 
 def test_complex_numbers_are_refused_with_advice():
     from dissociation.similarity import linear_cka
 
-    with pytest.raises(TypeError, match="dtype complex64. Take its real and imaginary parts as two features"):
+    with pytest.raises(
+        TypeError, match="dtype complex64. Take its real and imaginary parts as two features"
+    ):
         linear_cka(np.ones((5, 2), np.complex64), np.ones((5, 2)))
     with pytest.raises(TypeError) as refused:
         linear_cka(np.array(list("abcde"), object)[:, None], np.ones((5, 2)))
@@ -383,7 +454,12 @@ def test_complex_numbers_are_refused_with_advice():
 @pytest.mark.usefixtures("unchecked")
 def test_ranges_of_annotations_are_checked_after_the_conversion():
     @validated
-    def call(first: Natural, size: Size | None = None, rate: Positive = 1.0, share: NonNegative | None = None):
+    def call(
+        first: Natural,
+        size: Size | None = None,
+        rate: Positive = 1.0,
+        share: NonNegative | None = None,
+    ):
         return first, size, rate, share
 
     assert call(np.int64(0), np.array(3), 2, 0) == (0, 3, 2, 0)

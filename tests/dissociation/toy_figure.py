@@ -44,13 +44,20 @@ def source(config):
 
 
 def compute(config, *, key, data=None, cache=None, progress=None):
-    return run(_computed, config, key=key, data=source(config) if data is None else data, cache=cache)
+    return run(
+        _computed, config, key=key, data=source(config) if data is None else data, cache=cache
+    )
 
 
 def _computed(config, key, data, cache):
     cache.network = NETWORK
-    found = {f"part{i}": cache.get(f"part{i}", lambda i=i: _part(config, key, i))["part"] for i in range(3)}
-    return xarray.Dataset({name: (("seeds", "steps"), part) for name, part in found.items()}, attrs={"nan": np.nan})
+    found = {
+        f"part{i}": cache.get(f"part{i}", lambda i=i: _part(config, key, i))["part"]
+        for i in range(3)
+    }
+    return xarray.Dataset(
+        {name: (("seeds", "steps"), part) for name, part in found.items()}, attrs={"nan": np.nan}
+    )
 
 
 def _part(config, key, i):
@@ -58,7 +65,9 @@ def _part(config, key, i):
         (Path(config.gate) / f"waiting{i}").touch()
         while not (Path(config.gate) / str(i)).exists():
             time.sleep(0.01)
-    return {"part": jax.random.normal(jax.random.fold_in(key, i), (config.num_seeds, config.num_steps))}
+    return {
+        "part": jax.random.normal(jax.random.fold_in(key, i), (config.num_seeds, config.num_steps))
+    }
 
 
 def draw(dataset):
@@ -77,7 +86,10 @@ def headline(dataset):
 
 
 def table(dataset):
-    return [["part", "mean"], *([str(i), f"{part.values.mean():.3f}"] for i, part in enumerate(dataset.values()))]
+    return [
+        ["part", "mean"],
+        *([str(i), f"{part.values.mean():.3f}"] for i, part in enumerate(dataset.values())),
+    ]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from koopman import ReducedRank, Ridge, eigenvalues, fit, lagged_pairs, predict
-from koopman.datasets import duffing, logistic_features, logistic_map, lorenz63, ornstein_uhlenbeck, prinz_langevin
+from koopman.datasets import (
+    duffing,
+    logistic_features,
+    logistic_map,
+    lorenz63,
+    ornstein_uhlenbeck,
+    prinz_langevin,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -14,13 +21,19 @@ pytestmark = pytest.mark.slow
 def monomials(x, degree):
     """Of standardised states, up to a total degree, 1 first."""
     x = (x - x.mean(0)) / x.std(0)
-    powers = np.stack(np.meshgrid(*[np.arange(degree + 1)] * x.shape[1], indexing="ij"), -1).reshape(-1, x.shape[1])
+    powers = np.stack(
+        np.meshgrid(*[np.arange(degree + 1)] * x.shape[1], indexing="ij"), -1
+    ).reshape(-1, x.shape[1])
     return np.prod(x[:, None] ** powers[powers.sum(1) <= degree][None], -1)
 
 
 # States, features, lag.
 DATASETS = {
-    "logistic": (lambda key: logistic_map(400, key=key), lambda x: np.asarray(logistic_features(x, 20)), 1),
+    "logistic": (
+        lambda key: logistic_map(400, key=key),
+        lambda x: np.asarray(logistic_features(x, 20)),
+        1,
+    ),
     "prinz": (lambda key: prinz_langevin(400, key=key), lambda x: monomials(x, 4), 10),
     "duffing": (lambda key: duffing(400, key=key), lambda x: monomials(x, 3), 1),
     "lorenz63": (lambda key: lorenz63(400, key=key), lambda x: monomials(x, 3), 1),
@@ -57,8 +70,11 @@ def test_errors_fall_with_the_root_of_the_samples(key):
         features = jnp.stack([jnp.ones_like(x), x, (x**2 - 1) / jnp.sqrt(2.0)], 1)
         return fit(Ridge(1e-6), *lagged_pairs(features)).core
 
-    found = [np.sort(np.linalg.eigvals(core(paths[:, : length + 1])).real)[:, ::-1] for length in lengths]
+    found = [
+        np.sort(np.linalg.eigvals(core(paths[:, : length + 1])).real)[:, ::-1] for length in lengths
+    ]
     errors = [np.sqrt(np.mean((values - truth[None]) ** 2, 0)) for values in found]
     slopes = np.polyfit(np.log(lengths), np.log(errors)[:, 1:], 1)[0]
-    # A root mean square of 400 has a relative error of 0.035, and so a slope over these lengths one of 0.011.
+    # A root mean square of 400 has a relative error of 0.035, and so a slope over these lengths one
+    # of 0.011.
     np.testing.assert_allclose(slopes, -0.5, atol=0.05)

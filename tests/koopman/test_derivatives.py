@@ -35,7 +35,9 @@ from koopman._operators._forecast import r2_score
 pytestmark = pytest.mark.slow
 
 RNG = np.random.default_rng(5)
-TURN = 0.9 * np.asarray([[np.cos(0.4), -np.sin(0.4), 0.1], [np.sin(0.4), np.cos(0.4), 0.0], [0.0, 0.2, 0.5]])
+TURN = 0.9 * np.asarray(
+    [[np.cos(0.4), -np.sin(0.4), 0.1], [np.sin(0.4), np.cos(0.4), 0.0], [0.0, 0.2, 0.5]]
+)
 X = RNG.normal(size=(30, 3)) * np.asarray([1.0, 1.4, 0.8])
 Y = X @ TURN.T + 0.3 * RNG.normal(size=X.shape)
 JAC = RNG.normal(size=(30, 3, 2))
@@ -45,7 +47,10 @@ def of_operator(estimator, x, y, alpha, center=False):
     """All that is computed from an operator, whichever rotation of its latent functions the fit has."""
     observable = jnp.concatenate([y, y[:, :1] ** 2], 1)
     operator = fit(estimator(alpha=alpha), x, y, observable=observable, center=center)
-    out = {"operator.singular_values": operator.singular_values, "singular_values": singular_values(operator)}
+    out = {
+        "operator.singular_values": operator.singular_values,
+        "singular_values": singular_values(operator),
+    }
     spectrum = decompose(operator)
     out["eigenvalues"] = eigenvalues(operator)
     for name in ("eigenvalues", "residuals", "condition", "shrinkage"):
@@ -65,21 +70,31 @@ def of_operator(estimator, x, y, alpha, center=False):
 def of_dependent(estimator, x, y, alpha):
     """Where a feature is another one again C_x is singular, and its null space must not turn gradients to NaN."""
     operator = fit(estimator(alpha=alpha), x, y)
-    out = {"operator.singular_values": operator.singular_values[:3], "predict": predict(operator, x, 3)}
+    out = {
+        "operator.singular_values": operator.singular_values[:3],
+        "predict": predict(operator, x, 3),
+    }
     return out | {"risk": risk(operator, x[20:], y[20:])}
 
 
 def of_kernel(estimator, kernel, number, x, y, alpha):
     """With a kernel, or on centres. A polynomial's matrix is singular, and must not turn gradients to NaN."""
-    operator = fit(estimator(alpha=alpha), x[:20], y[:20], kernel=kernel, centres=number and x[:number])
-    out = {"operator.singular_values": operator.singular_values[:2], "risk": risk(operator, x[20:], y[20:])}
+    operator = fit(
+        estimator(alpha=alpha), x[:20], y[:20], kernel=kernel, centres=number and x[:number]
+    )
+    out = {
+        "operator.singular_values": operator.singular_values[:2],
+        "risk": risk(operator, x[20:], y[20:]),
+    }
     return out | {"predict": predict(operator, x[20:], 3)}
 
 
 def of_moments(core, gram_y, readout):
     """The decomposition in the coordinates of the latent functions."""
     operator = fit(Ridge(0.2), X, Y)
-    operator = eqx.tree_at(lambda o: (o.core, o.gram_y, o.readout), operator, (core, gram_y, readout))
+    operator = eqx.tree_at(
+        lambda o: (o.core, o.gram_y, o.readout), operator, (core, gram_y, readout)
+    )
     out = {f"decompose.{name}": value for name, value in decompose(operator)._asdict().items()}
     out["eigenpairs"] = jnp.concatenate([eigenpairs(core)[0][None], eigenpairs(core)[1]])
     out["matrix_powers"] = matrix_powers(core, np.asarray([0, 1, 6]))
@@ -99,7 +114,11 @@ def of_generator(x, jac, diffusion, alpha, shift):
     return out
 
 
-KINDS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 2), "reduced_rank": partial(ReducedRank, 2)}
+KINDS = {
+    "ridge": Ridge,
+    "pcr": partial(PrincipalComponents, 2),
+    "reduced_rank": partial(ReducedRank, 2),
+}
 KERNELS = {
     "ridge": (Ridge, Polynomial(2), None),
     "pcr by krylov": (partial(PrincipalComponents, 2, solver="krylov"), RBF(1.0), None),
@@ -111,10 +130,16 @@ CORE = np.asarray([[0.8, -0.3, 0.1], [0.4, 0.7, 0.0], [0.2, 0.1, 0.3]])
 TABLE = {
     **{name: (partial(of_operator, kind), (X, Y, 0.3)) for name, kind in KINDS.items()},
     **{
-        f"{name} of dependent features": (partial(of_dependent, kind), (X[:, [0, 1, 2, 0]], Y[:, [0, 1, 2, 0]], 0.1))
+        f"{name} of dependent features": (
+            partial(of_dependent, kind),
+            (X[:, [0, 1, 2, 0]], Y[:, [0, 1, 2, 0]], 0.1),
+        )
         for name, kind in KINDS.items()
     },
-    **{f"kernel {name}": (partial(of_kernel, *options), (X, Y, 0.1)) for name, options in KERNELS.items()},
+    **{
+        f"kernel {name}": (partial(of_kernel, *options), (X, Y, 0.1))
+        for name, options in KERNELS.items()
+    },
     "centred": (partial(of_operator, Ridge, center=True), (X, Y + 1.0, 0.3)),
     "moments": (of_moments, (CORE, 2 * np.eye(3) + 0.1 * CORE @ CORE.T, RNG.normal(size=(3, 2)))),
     "generator": (of_generator, (X, JAC, 0.7, 0.1, 2.0)),
@@ -123,7 +148,9 @@ TABLE = {
 
 def flat(outputs):
     """Complex values by their parts."""
-    return {k: jnp.stack([v.real, v.imag]) if jnp.iscomplexobj(v) else v for k, v in outputs.items()}
+    return {
+        k: jnp.stack([v.real, v.imag]) if jnp.iscomplexobj(v) else v for k, v in outputs.items()
+    }
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -156,7 +183,10 @@ def pulled(function, point):
     ("matrix", "dtype"),
     [
         (np.diag([0.9, 0.5, 0.5]), np.float32),
-        (np.asarray([[0.9, 0.0, 0.0], [0.0, 0.5, 1.0], [0.0, 0.0, 0.5]]), np.float32),  # one eigenvector of two
+        (
+            np.asarray([[0.9, 0.0, 0.0], [0.0, 0.5, 1.0], [0.0, 0.0, 0.5]]),
+            np.float32,
+        ),  # one eigenvector of two
         (np.kron(np.eye(2), CORE[:2, :2]), np.float64),  # two equal conjugate pairs
         (np.zeros((2, 2)), np.float64),
     ],
@@ -164,14 +194,22 @@ def pulled(function, point):
 def test_coinciding_eigenvalues_have_no_derivative(matrix, dtype, precision):
     """In any basis, and the others keep theirs."""
     for seed in (None, 0):
-        basis = np.eye(len(matrix)) if seed is None else np.random.default_rng(seed).normal(size=matrix.shape)
+        basis = (
+            np.eye(len(matrix))
+            if seed is None
+            else np.random.default_rng(seed).normal(size=matrix.shape)
+        )
         moved = jnp.asarray(basis @ matrix @ np.linalg.inv(basis), dtype)
         for slot in (len(matrix) - 1, len(matrix) - 2):
             assert not jnp.isfinite(pulled(lambda m, s=slot: eigenpairs(m)[0][s], moved)).all()
             weights = jnp.asarray(np.random.default_rng(3).normal(size=len(matrix)), dtype)
-            turned = pulled(lambda m, s=slot, v=weights: v * jnp.real(eigenpairs(m)[1][:, s]), moved)
+            turned = pulled(
+                lambda m, s=slot, v=weights: v * jnp.real(eigenpairs(m)[1][:, s]), moved
+            )
             assert not jnp.isfinite(turned).all()
-        if len(matrix) == 3 and matrix[1, 2] == 0:  # the defective one has no left eigenvectors at all
+        if (
+            len(matrix) == 3 and matrix[1, 2] == 0
+        ):  # the defective one has no left eigenvectors at all
             found = pulled(lambda m: eigenpairs(m)[0][0], moved)
             exact = np.outer(np.linalg.inv(basis)[0], basis[:, 0])  # l w^T
             np.testing.assert_allclose(found, exact, atol=2e-3 if dtype == np.float32 else 1e-6)
@@ -179,9 +217,13 @@ def test_coinciding_eigenvalues_have_no_derivative(matrix, dtype, precision):
 
 def test_coinciding_rates_and_singular_values_have_no_derivative(x64):
     x = np.linalg.qr(RNG.normal(size=(30, 3)))[0]
-    jac = np.concatenate([x, np.zeros_like(x)]).reshape(2, 30, 3).transpose(1, 2, 0)  # E = C: all rates are one
+    jac = (
+        np.concatenate([x, np.zeros_like(x)]).reshape(2, 30, 3).transpose(1, 2, 0)
+    )  # E = C: all rates are one
     for part in (0, 1):
-        slope = pulled(lambda x, part=part: fit_generator(x, jac, rank=2, alpha=0.0)[part] ** 2, jnp.asarray(x))
+        slope = pulled(
+            lambda x, part=part: fit_generator(x, jac, rank=2, alpha=0.0)[part] ** 2, jnp.asarray(x)
+        )
         assert not jnp.isfinite(slope).all()
     cycle = jnp.eye(4)[np.arange(13) % 4]
     fitted = lambda x: singular_values(fit(Ridge(0.0), x, jnp.roll(cycle[:-1], -1, 0)))  # noqa: E731
@@ -192,10 +234,19 @@ def test_masked_ranks_leave_the_gradients_of_the_others_alone(x64):
     """Zeros coincide, and nothing that depends on the leading eigenvalues alone is to see it."""
 
     def values(alpha, rank):
-        operator = fit(PrincipalComponents(rank, alpha), jnp.pad(X, ((0, 0), (0, 2))), jnp.pad(Y, ((0, 0), (0, 2))))
+        operator = fit(
+            PrincipalComponents(rank, alpha),
+            jnp.pad(X, ((0, 0), (0, 2))),
+            jnp.pad(Y, ((0, 0), (0, 2))),
+        )
         found = decompose(operator)
         times = modes(operator, spectrum=found).implied_time_scale
-        return jnp.sum(jnp.abs(found.eigenvalues) ** 2) + found.residuals[0] + times[0] + found.condition[1]
+        return (
+            jnp.sum(jnp.abs(found.eigenvalues) ** 2)
+            + found.residuals[0]
+            + times[0]
+            + found.condition[1]
+        )
 
     cut = jax.grad(lambda alpha: values(alpha, 2))(0.2)
     np.testing.assert_allclose(jax.jit(jax.grad(values))(0.2, 2), cut, rtol=1e-8)
@@ -214,5 +265,6 @@ def test_no_derivative_where_the_rank_cuts_equal_singular_values(kind, kernel, d
         return jax.jvp(forecast, (dtype(0),), (dtype(1),))[1]
 
     assert not jnp.isfinite(slope(kind(2, 1e-3))).any()
-    # Where both are equal but neither is cut off nothing is lost, and all of them together are the ridge estimator.
+    # Where both are equal but neither is cut off nothing is lost, and all of them together are the
+    # ridge estimator.
     np.testing.assert_allclose(slope(kind(4, 1e-3)), slope(Ridge(1e-3), kernel=None), atol=1e-4)

@@ -47,7 +47,10 @@ def norm(matrix):
 
 def blocks(*eigenvalues):
     """A real normal matrix of these eigenvalues: complex ones bring their conjugates."""
-    parts = [[[z.real, z.imag], [-z.imag, z.real]] if isinstance(z, complex) else [[z]] for z in eigenvalues]
+    parts = [
+        [[z.real, z.imag], [-z.imag, z.real]] if isinstance(z, complex) else [[z]]
+        for z in eigenvalues
+    ]
     return scipy.linalg.block_diag(*parts)
 
 
@@ -68,8 +71,12 @@ def test_in_the_plane_there_is_a_closed_form(key, scales):
     for pair in RANDOM.normal(size=(10, 2, 2, 2)):
         a, b = (np.asarray(scales)[:, None, None] * pair).astype(np.float32)
         found = align_dynamics(a, b, key=key)
-        wanted = max(scales) * closed_form_in_the_plane(*(m.astype(float) / max(scales) for m in (a, b)))
-        np.testing.assert_allclose([found.distance, found.lower_bound], wanted, atol=1e-5 * max(scales))
+        wanted = max(scales) * closed_form_in_the_plane(
+            *(m.astype(float) / max(scales) for m in (a, b))
+        )
+        np.testing.assert_allclose(
+            [found.distance, found.lower_bound], wanted, atol=1e-5 * max(scales)
+        )
         assert found.distance.dtype == np.float32
 
 
@@ -126,7 +133,9 @@ def test_other_coordinates_are_found(key, r, dtype, precision):
         assert found.distance <= (5e-6 if dtype is np.float32 else 1e-13) * norm(a), which
         assert found.converged, which
         moved = np.asarray(found.rotation) @ b @ np.asarray(found.rotation).T
-        np.testing.assert_allclose(moved, a, atol=(5e-6 if dtype is np.float32 else 1e-13) * norm(a))
+        np.testing.assert_allclose(
+            moved, a, atol=(5e-6 if dtype is np.float32 else 1e-13) * norm(a)
+        )
 
 
 def test_the_bound_is_that_of_sorted_parts(key, x64):
@@ -152,12 +161,15 @@ def test_the_bound_is_that_of_sorted_parts(key, x64):
 
 def test_the_matching_is_the_best_of_all_permutations(x64):
     first, second = RANDOM.normal(size=(2, 5)) + 1j * RANDOM.normal(size=(2, 5))
-    costs = [np.linalg.norm(first - second[list(order)]) for order in itertools.permutations(range(5))]
+    costs = [
+        np.linalg.norm(first - second[list(order)]) for order in itertools.permutations(range(5))
+    ]
     mapped = jax.vmap(eigenvalue_distance)(np.stack([first, second]), np.stack([second, second]))
     np.testing.assert_allclose(mapped, [min(costs), 0], rtol=1e-12)
 
 
-# Pairs are matched with pairs, in another order than that of real parts; and a pair with two real eigenvalues.
+# Pairs are matched with pairs, in another order than that of real parts; and a pair with two real
+# eigenvalues.
 PAIRS = blocks(0.9 + 0.1j, 0.8 + 0.5j), blocks(0.85 + 0.55j, 0.95 + 0.05j)
 MIXED = blocks(0.8 + 0.5j, 0.3, -0.2), blocks(0.05 + 0.1j, 0.85 + 0.55j)
 
@@ -176,7 +188,9 @@ def test_normal_matrices_are_as_far_as_their_eigenvalues(key, matrices, x64):
     assert dynamical_distance(sheared, b, key=key) > found.distance + 0.01
 
 
-def test_a_pair_that_would_be_torn_apart_keeps_normal_matrices_farther_than_their_eigenvalues(key, x64):
+def test_a_pair_that_would_be_torn_apart_keeps_normal_matrices_farther_than_their_eigenvalues(
+    key, x64
+):
     """Over unitary C it is the eigenvalues' distance; over real ones here sqrt(1 + 4 y^2 - 2 y^4), by hand.
 
     An equal fourth eigenvalue, far from the others, changes neither.
@@ -184,7 +198,9 @@ def test_a_pair_that_would_be_torn_apart_keeps_normal_matrices_farther_than_thei
     y = 0.1
     a = blocks(1 + 1j * y, 0.0, 9.0)
     b = blocks(1j * y, 1.0, 9.0)
-    np.testing.assert_allclose(dynamical_distance(a, b, key=key) ** 2, 1 + 4 * y**2 - 2 * y**4, rtol=1e-12)
+    np.testing.assert_allclose(
+        dynamical_distance(a, b, key=key) ** 2, 1 + 4 * y**2 - 2 * y**4, rtol=1e-12
+    )
     apart = eigenvalue_distance(np.linalg.eigvals(a), np.linalg.eigvals(b))
     np.testing.assert_allclose(apart**2, 1 + 2 * y**2, rtol=1e-12)
 
@@ -197,14 +213,20 @@ def test_the_angle_is_that_of_the_same_rotation(key, x64):
     np.testing.assert_allclose(angle.distance, np.arccos(cosine), rtol=1e-9)
     moved = np.asarray(angle.rotation) @ b @ np.asarray(angle.rotation).T
     np.testing.assert_allclose(np.sum(a * moved) / (norm(a) * norm(b)), cosine, rtol=1e-9)
-    np.testing.assert_allclose(dynamical_distance(3 * a, 0.2 * b, key=key, form="angular"), angle.distance)
+    np.testing.assert_allclose(
+        dynamical_distance(3 * a, 0.2 * b, key=key, form="angular"), angle.distance
+    )
     assert angle.lower_bound <= angle.distance
-    np.testing.assert_allclose(dynamical_distance(np.eye(4), -np.eye(4), key=key, form="angular"), np.pi)
+    np.testing.assert_allclose(
+        dynamical_distance(np.eye(4), -np.eye(4), key=key, form="angular"), np.pi
+    )
 
 
 def test_angles_are_a_metric(key, x64):
     matrices = RANDOM.normal(size=(3, 4, 4))
-    angles = [[dynamical_distance(b, c, key=key, form="angular") for b in matrices] for c in matrices]
+    angles = [
+        [dynamical_distance(b, c, key=key, form="angular") for b in matrices] for c in matrices
+    ]
     np.testing.assert_allclose(np.diagonal(angles), 0, atol=1e-9)
     for i, j, k in itertools.permutations(range(3)):
         assert 0 < angles[i][j] <= angles[i][k] + angles[k][j]
@@ -214,7 +236,9 @@ def test_small_angles_keep_their_digits():
     """An arccos in float32 knows none below 3e-4."""
     a = blocks(1.0, 0.5, 0.2).astype(np.float32)
     b = a + np.diag([0, 0, 1e-5]).astype(np.float32)
-    wanted = np.arccos(np.sum(a.astype(float) * b) / (norm(a.astype(float)) * norm(b.astype(float))))
+    wanted = np.arccos(
+        np.sum(a.astype(float) * b) / (norm(a.astype(float)) * norm(b.astype(float)))
+    )
     eye = np.eye(3, dtype=np.float32)
     angle = jax.jit(partial(dynamical_similarity._distance, form="angular"))
     found, _ = angle(a, b, eye, np.float32(0.0))
@@ -236,7 +260,9 @@ def test_the_derivative_is_that_of_the_minimum(key, form, x64):
     slopes = [np.asarray(slope) for slope in gradient(a, b)]
     for which in (0, 1):
         moves = step * directions * (np.arange(2) == which)[:, None, None]
-        wanted = (square(a + moves[0], b + moves[1]) - square(a - moves[0], b - moves[1])) / (2 * step)
+        wanted = (square(a + moves[0], b + moves[1]) - square(a - moves[0], b - moves[1])) / (
+            2 * step
+        )
         np.testing.assert_allclose(np.sum(slopes[which] * directions[which]), wanted, rtol=1e-6)
     if form == "frobenius":
         turn = np.asarray(align_dynamics(a, b, key=key).rotation)
@@ -248,7 +274,9 @@ def test_the_derivative_is_that_of_the_minimum(key, form, x64):
 @pytest.mark.parametrize("form", ["frobenius", "angular"])
 def test_the_derivative_at_zero_is_zero(form, x64):
     eye = jnp.eye(4)
-    slope = jax.jit(jax.grad(lambda m: dynamical_similarity._distance(m, eye, eye, jnp.zeros(()), form)[0]))(eye)
+    slope = jax.jit(
+        jax.grad(lambda m: dynamical_similarity._distance(m, eye, eye, jnp.zeros(()), form)[0])
+    )(eye)
     np.testing.assert_array_equal(slope, 0)
 
 
@@ -258,7 +286,9 @@ def test_the_derivative_of_the_matching_is_that_of_its_differences(x64):
     ends = [eigenvalue_distance(first + sign * step * direction, second) for sign in (1, -1)]
     _, slope = jax.jvp(lambda v: eigenvalue_distance(v, second), (first,), (direction,))
     np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-7)
-    np.testing.assert_array_equal(jax.grad(lambda v: eigenvalue_distance(v, first))(jnp.asarray(first)), 0)
+    np.testing.assert_array_equal(
+        jax.grad(lambda v: eigenvalue_distance(v, first))(jnp.asarray(first)), 0
+    )
 
 
 def test_searches_that_cannot_be_trusted_say_so(key, x64):
@@ -280,7 +310,10 @@ def test_searches_that_cannot_be_trusted_say_so(key, x64):
 def spiral(seed=0):
     """A damped turn and two decays, kicked."""
     matrix = np.block(
-        [[0.95 * blocks(complex(np.cos(0.5), np.sin(0.5))), np.zeros((2, 2))], [np.zeros((2, 2)), np.diag([0.8, 0.4])]]
+        [
+            [0.95 * blocks(complex(np.cos(0.5), np.sin(0.5))), np.zeros((2, 2))],
+            [np.zeros((2, 2)), np.diag([0.8, 0.4])],
+        ]
     )
     matrix[0, 3] = 0.5
     return follow(matrix, 80, 0.1, np.random.default_rng(seed))
@@ -307,7 +340,9 @@ def test_white_coordinates_are_those_of_the_paper(key, x64):
 
 @pytest.mark.filterwarnings("ignore:.*suppresses .* that predict")
 @pytest.mark.parametrize("metric", ["data", "features"])
-@pytest.mark.parametrize("estimator", [Ridge(0.05), PrincipalComponents(3, 0.05), ReducedRank(3, 0.05)])
+@pytest.mark.parametrize(
+    "estimator", [Ridge(0.05), PrincipalComponents(3, 0.05), ReducedRank(3, 0.05)]
+)
 def test_transition_matrices_have_the_eigenvalues_of_the_operator(estimator, metric, x64):
     operator = fit(estimator, *lagged_pairs(spiral()))
     found = np.linalg.eigvals(transition_matrix(operator, metric=metric))

@@ -25,7 +25,9 @@ def table():
 def rectangle():
     """Distances of the first two matrices from the other three."""
     with jax.enable_x64(True):
-        return np.asarray(pairwise_dynamical_distance(MATRICES[:2], MATRICES[2:], key=jax.random.key(20)))
+        return np.asarray(
+            pairwise_dynamical_distance(MATRICES[:2], MATRICES[2:], key=jax.random.key(20))
+        )
 
 
 def test_it_is_a_metric(table):
@@ -50,7 +52,9 @@ def test_one_matrix_has_no_pairs(key, x64):
 
 @pytest.mark.slow  # a program of its own, as the next three
 def test_a_pair_of_a_table_is_the_distance_of_two(key, table, x64):
-    np.testing.assert_allclose(dynamical_distance(MATRICES[3], MATRICES[1], key=key), table[1, 3], rtol=1e-9)
+    np.testing.assert_allclose(
+        dynamical_distance(MATRICES[3], MATRICES[1], key=key), table[1, 3], rtol=1e-9
+    )
 
 
 @pytest.mark.slow
@@ -71,7 +75,9 @@ def test_traced_matrices_that_are_not_finite_give_nan(key, x64):
     bad = a.copy()
     bad[1, 2] = np.nan
     table = jax.jit(lambda m: pairwise_dynamical_distance(m, key=key))(np.stack([a, bad, 2 * a]))
-    np.testing.assert_array_equal(np.isnan(table), [[False, True, False], [True] * 3, [False, True, False]])
+    np.testing.assert_array_equal(
+        np.isnan(table), [[False, True, False], [True] * 3, [False, True, False]]
+    )
     np.testing.assert_allclose(table[0, 2], 3**0.5, rtol=1e-12)
 
 

@@ -64,7 +64,9 @@ def test_a_new_estimator_is_one_class():
     operator = fit(Coordinates(2, 0.1), X, Y)
     wanted = fit(Ridge(0.1), X[:, :2], Y[:, :2])
     found = operator.encode.matrix @ operator.dual.matrix.T
-    np.testing.assert_allclose(found[:2, :2], wanted.encode.matrix @ wanted.dual.matrix.T, atol=1e-5)
+    np.testing.assert_allclose(
+        found[:2, :2], wanted.encode.matrix @ wanted.dual.matrix.T, atol=1e-5
+    )
     np.testing.assert_allclose(found[2:], 0, atol=1e-7)
     with pytest.raises(TypeError, match="abstract"):
         Estimator(None, None, None)
@@ -76,7 +78,9 @@ def test_an_iterative_solver_is_heard_where_numbers_are_known(kernel, rank):
     """What it warns of is its residual, which a compiled program hands out."""
     x = np.random.default_rng(0).normal(size=(120, 60)).astype(np.float32)
     spectral = kernel is not None and rank is ReducedRank
-    operator = fit(rank(2, 1e-3, solver="spectral" if spectral else "krylov"), x[:-1], x[1:], kernel=kernel)
+    operator = fit(
+        rank(2, 1e-3, solver="spectral" if spectral else "krylov"), x[:-1], x[1:], kernel=kernel
+    )
     assert 0 < operator.fitting.residual < 1e-3
     late = eqx.tree_at(lambda o: o.fitting.residual, operator, jnp.asarray(0.1, jnp.float32))
     assert "unconverged" in {finding.name for finding in diagnose(late, x[:-1], x[1:])}
@@ -88,7 +92,9 @@ def test_a_solver_that_does_not_converge_says_so(x64):
     late = find_eigenpairs(lambda b: values * b, 400, 2, jnp.float64, max_restarts=1)
     with pytest.warns(UserWarning, match="ended with a relative residual of"):
         warn_of(unconverged(late.residual, eps))
-    assert not [*unconverged(find_eigenpairs(lambda b: values * b, 400, 2, jnp.float64).residual, eps)]
+    assert not [
+        *unconverged(find_eigenpairs(lambda b: values * b, 400, 2, jnp.float64).residual, eps)
+    ]
 
 
 @pytest.mark.parametrize("solver", ["auto", "dense", "krylov", "randomized"])

@@ -16,7 +16,14 @@ from dissociation.figures import _command as command
 from dissociation.models import Encoder
 from koopman import datasets, figures
 from koopman.figures import ordered_mnist, spectra
-from koopman.figures._ordered_mnist_measures import Forecaster, Latent, eigenvalue_errors, measured, project, spectral
+from koopman.figures._ordered_mnist_measures import (
+    Forecaster,
+    Latent,
+    eigenvalue_errors,
+    measured,
+    project,
+    spectral,
+)
 from koopman.figures._ordered_mnist_models import Networks
 from koopman.figures.ordered_mnist import PROTOCOLS
 
@@ -30,7 +37,13 @@ def glyphs(num_digits=5):
 @pytest.fixture(scope="module")
 def sequence_results():
     models = ("linear", "classifier", "vamp", "contrastive", "dpnets", "autoencoder", "orthogonal")
-    sizes = {"num_seeds": 1, "num_train": 230, "num_steps": 2, "oracle_epochs": 10, "models": models}
+    sizes = {
+        "num_seeds": 1,
+        "num_train": 230,
+        "num_steps": 2,
+        "oracle_epochs": 10,
+        "models": models,
+    }
     config = dataclasses.replace(ordered_mnist.Config().quick(), **sizes)
     return ordered_mnist.compute(config, key=jax.random.key(0), data=glyphs())
 
@@ -38,15 +51,21 @@ def sequence_results():
 def test_ordered_digits(sequence_results):
     results = sequence_results
     assert results.times.values.tolist() == [1, 2, 1000]
-    by_images, by_powers = (results.accuracy.sel(protocols=kind).values for kind in ("images", "powers"))
+    by_images, by_powers = (
+        results.accuracy.sel(protocols=kind).values for kind in ("images", "powers")
+    )
     # Image by image there is no horizon of a thousand steps.
     assert (np.isnan(by_images) == [False, False, True]).all()
     assert np.isfinite(results.accuracy.drop_sel(protocols="images")).all()
     # One step ahead the two ways to look are one.
     np.testing.assert_array_equal(by_images[..., 0], by_powers[..., 0])
     assert results.oracle_accuracy.mean() > 0.6
-    # The oracle's own features tell digits apart, and their operator foresees the next one: chance is 0.2.
-    assert results.accuracy.sel(models="classifier", protocols="powers", scales="raw", times=1).item() > 0.5
+    # The oracle's own features tell digits apart, and their operator foresees the next one: chance
+    # is 0.2.
+    assert (
+        results.accuracy.sel(models="classifier", protocols="powers", scales="raw", times=1).item()
+        > 0.5
+    )
     errors = results.eigenvalue_error[:, 0]
     assert errors.sel(models="classifier") < errors.sel(models="linear")
     assert "glyphs" in ordered_mnist.headline(results)
@@ -64,7 +83,13 @@ def test_ordered_digits(sequence_results):
     with warnings.catch_warnings(action="error"):
         assert_only_draws(ordered_mnist, results)
     said = ordered_mnist.caption(results)
-    parts = ("Lines are of one of the seeds", "100 test images", "VAMP-2 0", "glyphs: 230 train", "whatever the input")
+    parts = (
+        "Lines are of one of the seeds",
+        "100 test images",
+        "VAMP-2 0",
+        "glyphs: 230 train",
+        "whatever the input",
+    )
     assert [part for part in parts if part not in said] == []
     figure = ordered_mnist.draw(results)
     assert all(axis.get_yscale() == "log" for axis in figure.subfigs[1].axes)
@@ -91,10 +116,16 @@ def test_seeds_that_are_stuck_are_named_and_not_shown(sequence_results):
     figure = ordered_mnist.draw(results)
     low, high = figure.subfigs[1].axes[0].get_ylim()
     assert 0 < low < 0.5 / len(labels) < high == 1.0
-    framed = {text.get_text(): text.get_bbox_patch() for axis in figure.subfigs[2].axes for text in axis.texts}
+    framed = {
+        text.get_text(): text.get_bbox_patch()
+        for axis in figure.subfigs[2].axes
+        for text in axis.texts
+    }
     right = str((labels[0] + 1) % 5)
     assert framed[right] is None  # right, without a frame
-    thin = [line.get_ydata() for line in figure.subfigs[1].axes[0].lines if line.get_linewidth() < 0.5]
+    thin = [
+        line.get_ydata() for line in figure.subfigs[1].axes[0].lines if line.get_linewidth() < 0.5
+    ]
     assert len(thin) == 3
 
 
@@ -117,13 +148,19 @@ def test_projection_moves_eigenvalues_only():
     turn = 2 * np.pi / 5 + 0.05
     block = 0.9 * np.asarray([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
     mix = rng.normal(size=(2, 2))
-    plain = Forecaster(lambda image: image, Latent(jnp.asarray(np.linalg.solve(mix, block @ mix), jnp.float32)), None)
+    plain = Forecaster(
+        lambda image: image,
+        Latent(jnp.asarray(np.linalg.solve(mix, block @ mix), jnp.float32)),
+        None,
+    )
     for kind, angle in (("circle", turn), ("roots", 2 * np.pi / 5)):
         values, right, _ = spectral(project(plain, kind, 5).dynamics)
         np.testing.assert_allclose(values, np.exp([1j * angle, -1j * angle]), atol=1e-5)
         own = spectral(plain.dynamics)[1]
         overlap = np.abs(np.sum(np.conj(own) * right, 0))
-        np.testing.assert_allclose(overlap, np.prod([np.linalg.norm(m, axis=0) for m in (own, right)], 0), rtol=1e-4)
+        np.testing.assert_allclose(
+            overlap, np.prod([np.linalg.norm(m, axis=0) for m in (own, right)], 0), rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize(("num_digits", "root"), [(5, 1.0), (4, -1.0)])
@@ -137,7 +174,9 @@ def test_a_real_eigenvalue_goes_to_a_real_root(num_digits, root):
 
 
 def test_spectra():
-    config = dataclasses.replace(spectra.Config().quick(), lengths=(3000,), systems=("logistic", "ornstein_uhlenbeck"))
+    config = dataclasses.replace(
+        spectra.Config().quick(), lengths=(3000,), systems=("logistic", "ornstein_uhlenbeck")
+    )
     results = spectra.compute(config, key=jax.random.key(0))
     other = dataclasses.replace(config, alpha=1e-4)
     assert compilations(lambda: spectra.compute(other, key=jax.random.key(0))) == []
@@ -149,18 +188,28 @@ def test_spectra():
     logistic, diffusion = ridge.isel(systems=0), ridge.sel(systems="Ornstein-Uhlenbeck")
     # What the first eigenfunction of an Ornstein-Uhlenbeck process is, is known: the state itself.
     np.testing.assert_allclose(np.abs(diffusion.exact_functions), np.abs(diffusion.grid), atol=1e-6)
-    # A complex eigenfunction is compared as a whole: scaled to the truth it has the truth's size, not that of a part.
+    # A complex eigenfunction is compared as a whole: scaled to the truth it has the truth's size,
+    # not that of a part.
     truth, found = logistic.exact_functions.values, logistic.functions.values.mean(0)
     assert np.linalg.norm(found - truth) < 0.35 * np.linalg.norm(truth)
     assert_only_draws(spectra, results)
     figure = spectra.draw(results)
     assert len(figure.axes) == 6
     said = spectra.caption(results)
-    for part in ("3000 transitions", "4 independent trajectories", "Ornstein-Uhlenbeck (d, e, f)", "95 % Student"):
+    for part in (
+        "3000 transitions",
+        "4 independent trajectories",
+        "Ornstein-Uhlenbeck (d, e, f)",
+        "95 % Student",
+    ):
         assert part in said
-    means = [bars[0].get_ydata() for bars in figure.axes[3].containers]  # of one estimator each, over the exact rates
+    means = [
+        bars[0].get_ydata() for bars in figure.axes[3].containers
+    ]  # of one estimator each, over the exact rates
     np.testing.assert_allclose(means, results.mean_rate[1] / results.exact_rate[1], rtol=1e-5)
-    assert all(bars[2][0].get_segments() for bars in figure.axes[5].containers)  # errors have intervals
+    assert all(
+        bars[2][0].get_segments() for bars in figure.axes[5].containers
+    )  # errors have intervals
     assert len(spectra.table(results)) == 1 + 4 * (1 + 3)  # a conjugate pair has one rate
     np.testing.assert_allclose(diffusion.exact_rate, [0.5, 1.0, 1.5])
     bias = np.abs(diffusion.mean_rate - diffusion.exact_rate)
@@ -169,37 +218,65 @@ def test_spectra():
 
 def test_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
-    sizes = ["--num-trajectories", "2", "--lengths", "300", "--num-centres", "10", "--systems", "ornstein_uhlenbeck"]
+    sizes = [
+        "--num-trajectories",
+        "2",
+        "--lengths",
+        "300",
+        "--num-centres",
+        "10",
+        "--systems",
+        "ornstein_uhlenbeck",
+    ]
     assert figures.main(["spectra", *sizes, "--out", str(tmp_path), "--silent"]) == 0
     shown = capsys.readouterr().out
     assert "Ornstein-Uhlenbeck" in shown
     (out,) = tmp_path.glob("spectra_*")
     assert {path.suffix for path in out.glob("spectra.*")} == {".pdf", ".png", ".npz", ".json"}
     results = load_results(out / "spectra.npz")
-    assert results.eigenvalues.dims == ("systems", "estimators", "trajectories", "lengths", "components")
-    assert results.eigenvalues.sel(systems="Ornstein-Uhlenbeck", estimators="ridge").shape == (2, 1, 3)
+    assert results.eigenvalues.dims == (
+        "systems",
+        "estimators",
+        "trajectories",
+        "lengths",
+        "components",
+    )
+    assert results.eigenvalues.sel(systems="Ornstein-Uhlenbeck", estimators="ridge").shape == (
+        2,
+        1,
+        3,
+    )
     assert results.exact_functions.dims == results.grid.dims == ("systems", "points")
     assert "estimated against exact" in (out / "report.html").read_text().lower()
-    assert figures.main(["ordered-mnist", "--num-train", "100000", "--out", str(tmp_path / "new")]) == 2
+    assert (
+        figures.main(["ordered-mnist", "--num-train", "100000", "--out", str(tmp_path / "new")])
+        == 2
+    )
     assert "at most the sequence's length" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "new").exists()
 
 
 def test_networks_that_diverged_are_left_out_and_named(sequence_results):
     # Two seeds, of which one did not come through: the second oracle, and the first of the DPNets.
-    results = with_seeds(sequence_results, ["linear", "dpnets"], 2).sel(networks=["oracle", "dpnets"])
+    results = with_seeds(sequence_results, ["linear", "dpnets"], 2).sel(
+        networks=["oracle", "dpnets"]
+    )
     results["oracle_accuracy"] = ("seeds", [0.75, np.nan])
     results["diverged_at"] = (("networks", "seeds"), [[-1, 4], [8, -1]])
     for field in ("logits", "strips", "eigenvalues", "left"):
         results[field].values[[0, 1, 1], [1, 0, 1]] = np.nan
     results = measured(results)
     row, gone = ordered_mnist.table(results)[1:]
-    accuracy = sequence_results.accuracy.sel(models="linear", protocols="powers", scales="raw", times=2).item()
+    accuracy = sequence_results.accuracy.sel(
+        models="linear", protocols="powers", scales="raw", times=2
+    ).item()
     assert row[2] == f"{accuracy:.3f} (1 of 2)"
     assert gone[2] == "none of 2"
     headline = ordered_mnist.headline(results)
     assert "oracle 75.00 % (1 of 2)" in headline
-    assert headline.endswith("left out: oracle seed 1 at step 4, dpnets seed 0 at step 8 (2 of 4 networks remain)")
+    assert headline.endswith(
+        "left out: oracle seed 1 at step 4, dpnets seed 0 at step 8 (2 of 4 networks remain)"
+    )
     assert (results.predicted.sel(models="dpnets") == -1).all()  # not class 0
     assert "VAMP" not in ordered_mnist.caption(results)
     figure = ordered_mnist.draw(results)
@@ -213,7 +290,9 @@ def test_a_seed_that_diverged_is_not_measured(monkeypatch):
     sizes = {"num_seeds": 2, "num_train": 130, "num_steps": 1, "num_test": 20}
     config = dataclasses.replace(ordered_mnist.Config().quick(), models=models, **sizes)
     oracle = eqx.filter_vmap(lambda key: Encoder(5, key=key))(jax.random.split(jax.random.key(1)))
-    oracle = jax.tree.map(lambda leaf: leaf.at[0].set(np.nan) if eqx.is_array(leaf) else leaf, oracle)
+    oracle = jax.tree.map(
+        lambda leaf: leaf.at[0].set(np.nan) if eqx.is_array(leaf) else leaf, oracle
+    )
     gone = {"oracle": np.array([2, -1]), "contrastive": np.array([-1, 3])}
     losses = {name: np.zeros((2, config.num_epochs + 1)) for name in gone}
     batched = {name: np.zeros(2) for name in gone}
@@ -223,11 +302,15 @@ def test_a_seed_that_diverged_is_not_measured(monkeypatch):
     shapes = ordered_mnist._nothing(config, np.zeros((20, 28, 28)))
     evaluation = {name: np.ones_like(part) for name, part in shapes.items()}
     monkeypatch.setattr(ordered_mnist, "train_networks", lambda *_: trained)
-    monkeypatch.setattr(ordered_mnist, "forecaster", lambda config, name, *_: seen.append((name, _[-1])))
+    monkeypatch.setattr(
+        ordered_mnist, "forecaster", lambda config, name, *_: seen.append((name, _[-1]))
+    )
     monkeypatch.setattr(ordered_mnist, "evaluate", lambda *_, **__: evaluation)
     results = ordered_mnist.compute(config, key=jax.random.key(0), data=glyphs())
     assert seen == [("classifier", 1)]  # both contrastive seeds lack their oracle or themselves
-    classifier, contrastive = np.isnan(results.accuracy.sel(protocols="powers", scales="raw", times=1)).values
+    classifier, contrastive = np.isnan(
+        results.accuracy.sel(protocols="powers", scales="raw", times=1)
+    ).values
     np.testing.assert_array_equal(classifier, [True, False])
     assert contrastive.all()
     np.testing.assert_array_equal(np.isnan(results.oracle_accuracy), [True, False])
@@ -237,7 +320,16 @@ def test_a_seed_that_diverged_is_not_measured(monkeypatch):
 
 def test_models_and_protocols_are_axes(sequence_results, tmp_path):
     axes = ("models", "seeds", "protocols", "scales", "times")
-    assert_saved(sequence_results, tmp_path, {"accuracy": axes, "logits": (*axes, "images", "classes")})
-    lengths = {"models": 7, "seeds": 1, "protocols": len(PROTOCOLS), "scales": 2, "times": 3, "images": 100}
+    assert_saved(
+        sequence_results, tmp_path, {"accuracy": axes, "logits": (*axes, "images", "classes")}
+    )
+    lengths = {
+        "models": 7,
+        "seeds": 1,
+        "protocols": len(PROTOCOLS),
+        "scales": 2,
+        "times": 3,
+        "images": 100,
+    }
     sizes = dict(sequence_results.sizes)
     assert sizes | lengths | {"classes": 5, "networks": 6} == sizes

@@ -33,13 +33,18 @@ def test_powers_of_the_operator(x64):
 
 
 def test_far_ahead_nothing_overflows_on_the_way():
-    # An unstable operator: squares beyond those needed overflow float32, and must not reach the result.
+    # An unstable operator: squares beyond those needed overflow float32, and must not reach the
+    # result.
     grow = np.asarray([[1.0], [1.5], [2.25], [3.375]], np.float32)
     operator = fit(Ridge(0.0), grow[:-1], grow[1:])
     np.testing.assert_allclose(predict(operator, grow[:1], 130), 1.5**130, rtol=1e-4)
-    np.testing.assert_allclose(jax.jit(lambda s: predict(operator, grow[:1], s))(130), 1.5**130, rtol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(lambda s: predict(operator, grow[:1], s))(130), 1.5**130, rtol=1e-4
+    )
     slope = jax.jit(jax.grad(lambda matrix, power: matrix_powers(matrix, power).sum()))
-    np.testing.assert_allclose(slope(jnp.full((1, 1), 1.5), jnp.asarray([130])), 130 * 1.5**129, rtol=1e-4)
+    np.testing.assert_allclose(
+        slope(jnp.full((1, 1), 1.5), jnp.asarray([130])), 130 * 1.5**129, rtol=1e-4
+    )
 
 
 def test_powers_below_zero_are_no_numbers():
@@ -73,7 +78,9 @@ def test_score_is_a_metric_of_an_observable(x64):
     found = score(operator, path, observable=energy)
     forecast = np.asarray(predict(operator, x))
     np.testing.assert_allclose(found, r2_score(energy[1:], forecast), rtol=1e-12)
-    error = score(operator, path, observable=energy, metric=lambda a, b: np.mean((np.asarray(a) - b) ** 2))
+    error = score(
+        operator, path, observable=energy, metric=lambda a, b: np.mean((np.asarray(a) - b) ** 2)
+    )
     np.testing.assert_allclose(error, np.mean((energy[1:] - forecast) ** 2), rtol=1e-12)
 
 
@@ -81,11 +88,17 @@ def test_r2_against_scikit_learn(x64):
     metrics = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(0)
     target, forecast = rng.normal(size=(2, 30, 4))
-    np.testing.assert_allclose(r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12)
+    np.testing.assert_allclose(
+        r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12
+    )
     target[:, 0] = forecast[:, 0] = 2.0  # constant and right, then constant and wrong
-    np.testing.assert_allclose(r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12)
+    np.testing.assert_allclose(
+        r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12
+    )
     forecast[:, 0] = 3.0
-    np.testing.assert_allclose(r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12)
+    np.testing.assert_allclose(
+        r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`alpha`")
@@ -103,13 +116,26 @@ def test_steps_beyond_the_integers_are_named():
     operator = fit(Ridge(), *lagged_pairs(trajectory()[1].astype(np.float32)))
     x = np.ones((2, 3), np.float32)
     assert np.abs(predict(operator, x, 2**31 - 1)).max() < 1e-6
-    for steps in (2**31, 4294967297, 2**40, 10**30, [1, 2**31], np.asarray([3, 2**40])):  # 2^32 + 1 was step 1
-        with pytest.raises(ValueError, match="`steps` must (be at most|hold integers from .* to) 2147483647, got "):
+    for steps in (
+        2**31,
+        4294967297,
+        2**40,
+        10**30,
+        [1, 2**31],
+        np.asarray([3, 2**40]),
+    ):  # 2^32 + 1 was step 1
+        with pytest.raises(
+            ValueError, match="`steps` must (be at most|hold integers from .* to) 2147483647, got "
+        ):
             predict(operator, x, steps)
-    with pytest.raises(ValueError, match="`exponents` must (be at most|hold integers from .* to) 2147483647"):
+    with pytest.raises(
+        ValueError, match="`exponents` must (be at most|hold integers from .* to) 2147483647"
+    ):
         matrix_powers(np.eye(2), np.asarray([2**32]))
     with jax.enable_x64(True):
-        np.testing.assert_array_equal(matrix_powers(np.eye(2), np.asarray([2**40])), np.eye(2)[None])
+        np.testing.assert_array_equal(
+            matrix_powers(np.eye(2), np.asarray([2**40])), np.eye(2)[None]
+        )
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
@@ -132,7 +158,9 @@ def test_a_forecast_that_alpha_eats_is_named(x64):
     for alpha, least, most in ((None, 0, 1e-9), (1e-6, 0, 1e-2), (1e-5, 0.1, 2)):
         operator = fit(Ridge(alpha), x, y)
         if least:
-            with pytest.warns(UserWarning, match=r"`alpha` \(1e-05\) takes .* of the forecast 628 steps ahead"):
+            with pytest.warns(
+                UserWarning, match=r"`alpha` \(1e-05\) takes .* of the forecast 628 steps ahead"
+            ):
                 forecast = predict(operator, x[:3], [1, 628])
         else:
             forecast = predict(operator, x[:3], [1, 628])
@@ -171,9 +199,12 @@ def test_several_trajectories_are_scored_by_their_pairs():
         predict(operator, np.concatenate([part[:-2] for part in parts]), 2),
     )
     for given in (runs, parts):
-        np.testing.assert_allclose(score(operator, given, steps=2, observable=given), wanted, rtol=1e-6)
+        np.testing.assert_allclose(
+            score(operator, given, steps=2, observable=given), wanted, rtol=1e-6
+        )
     with pytest.raises(
-        ValueError, match=r"`observable` must be of the lengths of the trajectories, \[15, 15\], got \[30\]"
+        ValueError,
+        match=r"`observable` must be of the lengths of the trajectories, \[15, 15\], got \[30\]",
     ):
         score(operator, parts, observable=states)
     with pytest.raises(ValueError, match=r"Pass frame.set_index\(\['run', 't'\]\)"):
@@ -197,10 +228,18 @@ def test_runs_and_times_among_columns_are_no_states(label):
 
 
 def test_frames_of_states_and_successors_have_one_order_of_columns():
-    for call in (lambda x, y: fit(Ridge(), x, y), r2_score, lambda x, y: risk(fit(Ridge(), x, x), x, y)):
+    for call in (
+        lambda x, y: fit(Ridge(), x, y),
+        r2_score,
+        lambda x, y: risk(fit(Ridge(), x, x), x, y),
+    ):
         call(FRAME, FRAME.rename(columns={"p": "p next", "q": "q next"}))
-        with pytest.raises(ValueError, match=r"must have its columns in the order of `.*Use frame\[\['p', 'q'\]\]"):
+        with pytest.raises(
+            ValueError, match=r"must have its columns in the order of `.*Use frame\[\['p', 'q'\]\]"
+        ):
             call(FRAME, FRAME[["q", "p"]])
     turned = xr.DataArray(FRAME.to_numpy().T, dims=("state", "time"))
-    with pytest.raises(ValueError, match=r"times along \['time'\]\. Use lagged_pairs, or array.transpose"):
+    with pytest.raises(
+        ValueError, match=r"times along \['time'\]\. Use lagged_pairs, or array.transpose"
+    ):
         fit(Ridge(), turned, turned)

@@ -38,7 +38,9 @@ RNG = np.random.default_rng(0)
 def advised(error, frame):
     """Return the frame and the arguments of the first call that an error advises."""
     text = f"{error}. "
-    given = re.search(r"[pP]ass ((?:run|time|columns)=.*?)(?: to count| of frame|\. |; |, or, if)", text).group(1)
+    given = re.search(
+        r"[pP]ass ((?:run|time|columns)=.*?)(?: to count| of frame|\. |; |, or, if)", text
+    ).group(1)
     changed = re.search(r" of (frame\.assign\(.*?cumsum\(\)\))", text)
     frame = eval(changed.group(1), {"frame": frame, "numpy": np}) if changed else frame  # noqa: S307
     return frame, eval(f"dict({given})")  # noqa: S307
@@ -53,11 +55,15 @@ def _dates(frame):
 LAYOUTS = {
     "integer runs": lambda: runs_of(0),
     "text runs": lambda: runs_of(1, text=True),
-    "an index that was written": lambda: runs_of(2).reset_index().rename(columns={"index": "Unnamed: 0"}),
+    "an index that was written": lambda: (
+        runs_of(2).reset_index().rename(columns={"index": "Unnamed: 0"})
+    ),
     "rows in the order of time": lambda: runs_of(3, text=True).sort_values(
         ["t", "r"], kind="stable", ignore_index=True
     ),
-    "integers in the order of time": lambda: runs_of(3).sort_values(["t", "r"], kind="stable", ignore_index=True),
+    "integers in the order of time": lambda: runs_of(3).sort_values(
+        ["t", "r"], kind="stable", ignore_index=True
+    ),
     "times that go on": lambda: runs_of(4).assign(t=lambda f: f.t + 3.0 * f.r),
     "rows in no order": lambda: runs_of(5).sample(frac=1, random_state=0, ignore_index=True),
     "runs in the index": lambda: runs_of(6, text=True).set_index("r"),
@@ -73,7 +79,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("names", [("fly", "hours"), ("Run #", "t [s]"), ("x", "y"), ("exp", "elapsed")])
+@pytest.mark.parametrize(
+    "names", [("fly", "hours"), ("Run #", "t [s]"), ("x", "y"), ("exp", "elapsed")]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_first_advice_is_a_call_that_works(layout, names, x64):
     frame = LAYOUTS[layout]()
@@ -87,14 +95,22 @@ def test_the_first_advice_is_a_call_that_works(layout, names, x64):
 
 def test_one_run_with_a_clock(x64):
     frame = runs_of(0, num_runs=1, length=20).drop(columns="r")
-    for times in (frame.t, pd.date_range("2024", periods=20, freq="h"), pd.timedelta_range("0s", periods=20, freq="s")):
+    for times in (
+        frame.t,
+        pd.date_range("2024", periods=20, freq="h"),
+        pd.timedelta_range("0s", periods=20, freq="s"),
+    ):
         table = frame.assign(t=times)
-        with pytest.raises(ValueError, match=r"got clocks in \['t'\], by their values. Pass time='t'"):
+        with pytest.raises(
+            ValueError, match=r"got clocks in \['t'\], by their values. Pass time='t'"
+        ):
             lagged_pairs(table)
         np.testing.assert_allclose(rates(table, time="t"), RIGHT, atol=1e-8)
         np.testing.assert_allclose(rates(table[::-1], time="t"), RIGHT, atol=1e-8)
     uneven = frame.assign(t=np.cumsum(1 + RNG.random(20)))
-    with pytest.raises(ValueError, match="to count rows as steps, because those of 't' are uneven") as refused:
+    with pytest.raises(
+        ValueError, match="to count rows as steps, because those of 't' are uneven"
+    ) as refused:
         lagged_pairs(uneven)
     changed, names = advised(refused.value, uneven)
     np.testing.assert_allclose(rates(changed, **names), RIGHT, atol=1e-8)
@@ -104,7 +120,10 @@ def test_one_run_with_a_clock(x64):
 
 def test_both_readings_are_shown_where_runs_and_clocks_can_be_exchanged():
     frame = runs_of(0).assign(t=np.tile(np.arange(9), 5))
-    for table, first in ((frame, "run='r', time='t'"), (frame.sort_values(["t", "r"]).reset_index(drop=True), "")):
+    for table, first in (
+        (frame, "run='r', time='t'"),
+        (frame.sort_values(["t", "r"]).reset_index(drop=True), ""),
+    ):
         error = str(pytest.raises(ValueError, lagged_pairs, table).value)
         assert first in error
         assert "run='r', time='t'" in error
@@ -120,10 +139,14 @@ def test_values_that_come_back_are_states_beside_a_named_clock():
     for table, words in (
         (
             action,
-            r"labels that come back in \['action'\].*If 'action' labels runs, pass run='action'. If .* are states",
+            r"labels that come back in \['action'\].*If 'action' labels runs, pass run='action'. "
+            r"If .* are states",
         ),
         (regime, r"labels that come back in \['regime'\]"),
-        (phase, r"clocks that start again in \['phase'\].*If a run begins where 'phase' starts again"),
+        (
+            phase,
+            r"clocks that start again in \['phase'\].*If a run begins where 'phase' starts again",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             lagged_pairs(table)
@@ -144,7 +167,14 @@ def test_states_are_not_taken_for_clocks_or_runs(seed):
     walk = np.cumsum(rng.normal(size=(number, 3)), 0)
     noise = rng.normal(size=(number, 4))
     waves = np.sin(0.7 * np.arange(number)[:, None] + rng.uniform(0, 6, 3))
-    tables = [walk, noise, waves, rng.poisson(3, (number, 4)), rng.integers(0, 256, (number, 20)), noise > 0]
+    tables = [
+        walk,
+        noise,
+        waves,
+        rng.poisson(3, (number, 4)),
+        rng.integers(0, 256, (number, 20)),
+        noise > 0,
+    ]
     for table in tables:
         frame = pd.DataFrame(table, columns=[f"time {i}" for i in range(table.shape[1])])
         assert len(lagged_pairs(frame).x) == number - 1
@@ -167,7 +197,11 @@ def test_names_in_a_call(x64):
     sheet = xr.DataArray(frame[["a", "b"]].to_numpy().reshape(5, 9, 2), dims=("fly", "hour", "y"))
     np.testing.assert_allclose(rates(sheet, run="fly", time="hour"), RIGHT, atol=1e-8)
     for names, words in (
-        ({"time": "hour"}, r"`time` must be a column or an index level of `trajectories`, of \['r', 't', 'a', 'b'\]"),
+        (
+            {"time": "hour"},
+            r"`time` must be a column or an index level of `trajectories`, of \['r', 't', 'a', "
+            r"'b'\]",
+        ),
         ({"run": "fly"}, "`run` must be a column or an index level"),
         ({"columns": ["a", "c"]}, r"`columns` must be columns of `trajectories`, .* got \['c'\]"),
     ):
@@ -175,14 +209,17 @@ def test_names_in_a_call(x64):
             lagged_pairs(frame, **names)
     with pytest.raises(ValueError, match="`time` must be None unless `trajectories` is a frame"):
         lagged_pairs(frame.to_numpy(), time="t")
-    with pytest.raises(ValueError, match=r"have a dimension 'time', got dimensions .*Pass time=, one of"):
+    with pytest.raises(
+        ValueError, match=r"have a dimension 'time', got dimensions .*Pass time=, one of"
+    ):
         lagged_pairs(sheet[0])
     rows = {"fly": ("obs", frame.r.to_numpy()), "hour": ("obs", frame.t.to_numpy())}
     long = xr.DataArray(frame[["a", "b"]].to_numpy(), dims=("obs", "y"), coords=rows)
     np.testing.assert_allclose(rates(long, run="fly", time="hour"), RIGHT, atol=1e-8)
     np.testing.assert_allclose(rates(long.rename(obs="time"), run="fly"), RIGHT, atol=1e-8)
     with pytest.raises(
-        ValueError, match=r"one trajectory along 'time', got what may be runs in \['fly'\].*Pass run='fly'"
+        ValueError,
+        match=r"one trajectory along 'time', got what may be runs in \['fly'\].*Pass run='fly'",
     ):
         lagged_pairs(long.rename(obs="time"))
     stacked = sheet.assign_coords(fly=range(5), hour=0.05 * np.arange(9)).stack(obs=("fly", "hour"))
@@ -200,16 +237,25 @@ def test_names_in_a_call(x64):
 def test_a_second_label_of_runs_is_named():
     one, two = runs_of(0), runs_of(1)
     both = pd.concat([one.assign(day=1), two.assign(day=2)], ignore_index=True)
-    with pytest.raises(ValueError, match=r"Rows of one time differ in 'day': pass run=\['r', 'day'\], time='t'"):
+    with pytest.raises(
+        ValueError, match=r"Rows of one time differ in 'day': pass run=\['r', 'day'\], time='t'"
+    ):
         lagged_pairs(both, run="r", time="t")
     text = both.assign(day=np.where(both.day == 1, "Monday", "Tuesday"))
     with pytest.raises(TypeError, match=r"If they label runs, pass run=\['r', 'day'\]"):
         lagged_pairs(text, run="r", time="t")
     for table in (both, text):
         assert len(lagged_pairs(table, run=["r", "day"], time="t").x) == 80
-    interleaved = pd.concat([one[:9], one[9:14], one[18:25]]).sort_values("t", ignore_index=True).drop(columns="t")
+    interleaved = (
+        pd.concat([one[:9], one[9:14], one[18:25]])
+        .sort_values("t", ignore_index=True)
+        .drop(columns="t")
+    )
     assert len(lagged_pairs(interleaved, run="r").x) == 18  # rows count within runs
-    with pytest.raises(ValueError, match="If a run begins where 't' starts again, pass run='run', time='t' of frame"):
+    with pytest.raises(
+        ValueError,
+        match="If a run begins where 't' starts again, pass run='run', time='t' of frame",
+    ):
         lagged_pairs(one.drop(columns="r"), time="t")
 
 
@@ -223,19 +269,26 @@ def test_other_functions_refuse_by_the_same_rule(unchecked):
         score(operator, frame)
     assert float(score(operator, frame.set_index(["r", "t"]))) > 0.99
     with pytest.raises(
-        TypeError, match="`trajectory` must be trajectories, got Pairs, in which they are cut into pairs"
+        TypeError,
+        match="`trajectory` must be trajectories, got Pairs, in which they are cut into pairs",
     ):
         score(operator, lagged_pairs(states))
     for call in (dissociation.compare, dissociation.linear_cka):
-        with pytest.raises(ValueError, match=r"features alone .*frame.drop\(columns=\['r'\]\).*groups='r'"):
+        with pytest.raises(
+            ValueError, match=r"features alone .*frame.drop\(columns=\['r'\]\).*groups='r'"
+        ):
             call(frame[["r", "a", "b"]], states)
-    groups = dissociation.compare(frame[["r", "a", "b"]], states, groups="r", num_blocks=None, p_values=False)
+    groups = dissociation.compare(
+        frame[["r", "a", "b"]], states, groups="r", num_blocks=None, p_values=False
+    )
     assert float(groups.values) == pytest.approx(1, abs=1e-5)
 
 
 def test_a_frame_under_a_transformation():
     frame = runs_of(0)
     pairs = lagged_pairs(frame, run="r", time="t")
-    swept = jax.vmap(lambda lag: lagged_pairs(frame, lag, max_lag=2, run="r", time="t").y)(np.arange(1, 3))
+    swept = jax.vmap(lambda lag: lagged_pairs(frame, lag, max_lag=2, run="r", time="t").y)(
+        np.arange(1, 3)
+    )
     assert swept.shape == (2, 35, 2)
     assert pairs.x.shape == (40, 2)

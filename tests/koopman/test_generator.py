@@ -19,7 +19,9 @@ def ornstein_uhlenbeck(n, seed=0):
 
 def test_rates_of_an_ornstein_uhlenbeck_process(x64):
     runs = [
-        fit_generator(*ornstein_uhlenbeck(20_000, seed), rank=4, diffusion=SIGMA**2 / 2, alpha=0.0).eigenvalues
+        fit_generator(
+            *ornstein_uhlenbeck(20_000, seed), rank=4, diffusion=SIGMA**2 / 2, alpha=0.0
+        ).eigenvalues
         for seed in range(20)
     ]
     mean, error = np.mean(runs, 0), np.std(runs, 0) / np.sqrt(20)
@@ -27,7 +29,9 @@ def test_rates_of_an_ornstein_uhlenbeck_process(x64):
     assert (np.abs(mean[1:] + THETA * np.arange(1, 4)) < 4 * error[1:]).all()
 
 
-@pytest.mark.parametrize(("alpha", "shift"), [(0.0, 30.0), (0.3, None), (0.3, 2.0), (None, 5.0), (None, None)])
+@pytest.mark.parametrize(
+    ("alpha", "shift"), [(0.0, 30.0), (0.3, None), (0.3, 2.0), (None, 5.0), (None, None)]
+)
 def test_against_a_dense_pencil(alpha, shift, x64):
     rng = np.random.default_rng(3)
     x, jac = rng.normal(size=(12, 4)), rng.normal(size=(12, 4, 2))
@@ -46,7 +50,8 @@ def test_against_a_dense_pencil(alpha, shift, x64):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype"), [(3.0 ** np.arange(7), np.float64), (10.0 ** np.arange(3, -4, -1), np.float32)]
+    ("sizes", "dtype"),
+    [(3.0 ** np.arange(7), np.float64), (10.0 ** np.arange(3, -4, -1), np.float32)],
 )
 def test_the_default_alpha_bends_no_rate_of_columns_of_unequal_sizes(sizes, dtype):
     """Monomials of one variable: in the units of the largest, alpha made the constant and the slowest rates faster."""
@@ -60,10 +65,14 @@ def test_the_default_alpha_bends_no_rate_of_columns_of_unequal_sizes(sizes, dtyp
         found = fit_generator(x.astype(dtype), jac.astype(dtype), rank=4)
         np.testing.assert_allclose(found.eigenvalues, wanted[0], rtol=tolerance, atol=tolerance)
         np.testing.assert_allclose(found.support, wanted[2], rtol=100 * tolerance)
-        np.testing.assert_allclose(np.abs(x @ np.asarray(found.coefficients)), np.abs(functions), atol=100 * tolerance)
+        np.testing.assert_allclose(
+            np.abs(x @ np.asarray(found.coefficients)), np.abs(functions), atol=100 * tolerance
+        )
         assert (np.max(found.coefficients, 0) >= -np.min(found.coefficients, 0)).all()
         bent = fit_generator(x.astype(dtype), jac.astype(dtype), rank=4, alpha=1e-6 * np.mean(x**2))
-        if sizes[-1] > sizes[0]:  # an alpha that is given is in the units of the features, as they came
+        if (
+            sizes[-1] > sizes[0]
+        ):  # an alpha that is given is in the units of the features, as they came
             assert np.abs(bent.eigenvalues - wanted[0]).max() > 0.1
 
 
@@ -84,12 +93,18 @@ def compressed(rows):
 @pytest.mark.slow
 def test_thirty_bumps_at_any_alpha():
     """Added to C alone, alpha made directions that the samples hardly hold slow: 0, -.006, -.025, ... for 0, -1, -2."""
-    fit = jax.jit(lambda x, jac, part: fit_generator(x, jac, rank=4, alpha=part * jnp.sum(x**2) / x.size).eigenvalues)
+    fit = jax.jit(
+        lambda x, jac, part: (
+            fit_generator(x, jac, rank=4, alpha=part * jnp.sum(x**2) / x.size).eigenvalues
+        )
+    )
     for width in (0.35, 0.6, 1.0):
         found = []
         for seed in range(10):
             x, jac = bumps(np.random.default_rng(seed).normal(size=20_000), 5.0, width)
-            x, jac = (np.float32(part) for part in (compressed(x), compressed(jac[:, :, 0])[:, :, None]))
+            x, jac = (
+                np.float32(part) for part in (compressed(x), compressed(jac[:, :, 0])[:, :, None])
+            )
             found.append([fit(x, jac, part) for part in (1e-8, 1e-6, 1e-4)])
         found = np.asarray(found, float)  # [draws, alphas, rates]
         assert np.abs(found[:, :, 0]).max() < 0.005
@@ -111,11 +126,15 @@ def test_few_samples_in_a_tail_are_told_by_their_support(x64):
 
 def test_dependent_features_come_last(x64):
     x, jac = ornstein_uhlenbeck(5000)
-    double = fit_generator(np.concatenate([x, x], 1), np.concatenate([jac, jac], 1), rank=5, alpha=0.0)
+    double = fit_generator(
+        np.concatenate([x, x], 1), np.concatenate([jac, jac], 1), rank=5, alpha=0.0
+    )
     single = fit_generator(x, jac, rank=4, alpha=0.0)
     np.testing.assert_allclose(double.eigenvalues[:4], single.eigenvalues, rtol=1e-9, atol=1e-9)
     assert double.eigenvalues[4] < -1e9
-    scaled = fit_generator(np.concatenate([x, 1e-3 * x], 1), np.concatenate([jac, 1e-3 * jac], 1), rank=5)
+    scaled = fit_generator(
+        np.concatenate([x, 1e-3 * x], 1), np.concatenate([jac, 1e-3 * jac], 1), rank=5
+    )
     np.testing.assert_allclose(scaled.eigenvalues[:4], single.eigenvalues, rtol=1e-9, atol=1e-9)
     assert scaled.eigenvalues[4] < -1e9
 
@@ -127,7 +146,9 @@ def test_units_change_nothing_but_rates():
         unit = np.float32(scale)
         found = fit_generator(x * unit, jac * unit, rank=3)
         np.testing.assert_allclose(found.eigenvalues, wanted.eigenvalues, rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(found.coefficients * unit, wanted.coefficients, rtol=2e-2, atol=1e-3)
+        np.testing.assert_allclose(
+            found.coefficients * unit, wanted.coefficients, rtol=2e-2, atol=1e-3
+        )
         np.testing.assert_allclose(found.support, wanted.support, rtol=1e-2)
     faster = fit_generator(x, jac * np.float32(1e12), rank=3)
     np.testing.assert_allclose(faster.eigenvalues / 1e24, wanted.eigenvalues, rtol=1e-3, atol=1e-4)
@@ -141,7 +162,9 @@ def test_units_change_nothing_but_rates():
 def test_an_alpha_above_the_features_and_a_large_mean_are_named():
     x, jac = (np.asarray(part, np.float32)[:, 1:2] for part in ornstein_uhlenbeck(300))
     for unit, said in ((1, "10"), (256, r"6.55e\+05")):
-        with pytest.warns(UserWarning, match=rf"`alpha` \({said}\) exceeds the mean eigenvalue of E\[phi phi\^T\]"):
+        with pytest.warns(
+            UserWarning, match=rf"`alpha` \({said}\) exceeds the mean eigenvalue of E\[phi phi\^T\]"
+        ):
             fit_generator(unit * x, unit * jac, rank=1, alpha=10.0 * unit**2)
     with pytest.warns(UserWarning, match="Column 0 of `x` varies.*take them about their mean"):
         fit_generator(x + np.float32(1e4), jac, rank=1)

@@ -33,7 +33,9 @@ def test_closed_forms_and_their_gradients(kernel, wanted, x64):
     assert np.isfinite(jax.grad(lambda x: jnp.sum(kernel(x, x)))(jnp.asarray(X))).all()
     # States that are not numbers have no kernel value.
     bad = np.float32(np.where(np.arange(9)[:, None] == 4, np.nan, X))
-    np.testing.assert_array_equal(np.isnan(kernel(bad, np.float32(Y[:3]))).all(1), np.arange(9) == 4)
+    np.testing.assert_array_equal(
+        np.isnan(kernel(bad, np.float32(Y[:3]))).all(1), np.arange(9) == 4
+    )
 
 
 @pytest.mark.parametrize("kind", [koopman.RBF, koopman.Laplacian, koopman.Matern])
@@ -41,8 +43,12 @@ def test_closed_forms_and_their_gradients(kernel, wanted, x64):
 def test_units_of_length_do_not_matter(kind, unit):
     """Squares of states overflowed or vanished before they were divided by the length scale."""
     x, unit = X.astype(np.float32), np.float32(unit)
-    np.testing.assert_allclose(kind(jnp.asarray(1.5 * unit))(x * unit, x * unit), kind(1.5)(x, x), rtol=1e-6)
-    np.testing.assert_allclose(koopman.median_distance(x * unit) / unit, koopman.median_distance(x), rtol=1e-6)
+    np.testing.assert_allclose(
+        kind(jnp.asarray(1.5 * unit))(x * unit, x * unit), kind(1.5)(x, x), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        koopman.median_distance(x * unit) / unit, koopman.median_distance(x), rtol=1e-6
+    )
 
 
 def test_median_distance():
@@ -50,14 +56,19 @@ def test_median_distance():
         rows, columns = np.triu_indices(9, 1)
         exact = np.median(np.linalg.norm(X[rows] - X[columns], axis=1))
         np.testing.assert_allclose(koopman.median_distance(X), exact, rtol=1e-10)
-    # Squared norms of 1e6 would leave no digit of distances near 1: states are taken about their mean.
-    np.testing.assert_allclose(koopman.median_distance((X + 1000).astype(np.float32)), exact, rtol=1e-4)
+    # Squared norms of 1e6 would leave no digit of distances near 1: states are taken about their
+    # mean.
+    np.testing.assert_allclose(
+        koopman.median_distance((X + 1000).astype(np.float32)), exact, rtol=1e-4
+    )
     cycle = np.tile(np.linspace(0, 1, 10)[:, None], (40, 1))  # every tenth state is the same
     exact = koopman.median_distance(cycle)
     np.testing.assert_allclose(koopman.median_distance(cycle, max_samples=40), exact, atol=0.15)
 
 
-@pytest.mark.parametrize("kernel", [koopman.Laplacian(0.1), koopman.Matern(0.1, 2.5), koopman.RBF(0.1)])
+@pytest.mark.parametrize(
+    "kernel", [koopman.Laplacian(0.1), koopman.Matern(0.1, 2.5), koopman.RBF(0.1)]
+)
 def test_kernels_of_distances_are_exact_for_close_states(kernel):
     # The root of a cancelled square took up to a tenth off the diagonal.
     x = (RNG.normal(size=(50, 5)) * 10).astype(np.float32)
@@ -75,7 +86,14 @@ def test_kernels_of_distances_are_exact_for_close_states(kernel):
 @pytest.mark.parametrize("make", [np.int64, np.asarray, jnp.asarray])
 def test_numbers_of_numpy_are_static_too(make):
     assert type(koopman.Polynomial(make(2)).degree) is int
-    assert type(koopman.Matern(1.0, make(np.float32(1.5)) if make is not np.int64 else np.float32(1.5)).nu) is float
+    assert (
+        type(
+            koopman.Matern(
+                1.0, make(np.float32(1.5)) if make is not np.int64 else np.float32(1.5)
+            ).nu
+        )
+        is float
+    )
     assert koopman.Polynomial(make(2)) == koopman.Polynomial(2)
 
 

@@ -43,7 +43,9 @@ def test_features_of_norm_one_wait_on_a_plateau_that_others_leave(digits):
     options = {"validation": held_out, "key": jax.random.key(0), "num_seeds": 1, "num_epochs": 30}
     for norm, leaves in ((5**0.5, True), (1.0, False)):  # 1 as published
         network = partial(FeatureMap, feature_norm=norm)
-        result = train_encoders(lambda key, make=network: make(key=key), "contrastive", train, **options)
+        result = train_encoders(
+            lambda key, make=network: make(key=key), "contrastive", train, **options
+        )
         assert (result.history.observed[0, -1] < -1.15) == leaves
 
 
@@ -60,8 +62,12 @@ def test_members_do_not_depend_on_their_company(digits):
     changed = np.asarray(swept.models.encoder.head.weight)
     np.testing.assert_array_equal(changed[0], weights[0][0])
     assert np.abs(changed[1] - weights[0][1]).max() > 1e-3
-    # A schedule: the same where it is constant, and step by step where it is not (139 pairs, three batches).
-    for schedule, same in ((lambda step: 2e-3, True), (optax.piecewise_constant_schedule(2e-3, {2: 0.0}), False)):
+    # A schedule: the same where it is constant, and step by step where it is not (139 pairs, three
+    # batches).
+    for schedule, same in (
+        (lambda step: 2e-3, True),
+        (optax.piecewise_constant_schedule(2e-3, {2: 0.0}), False),
+    ):
         swept = train(optimizer=adamw(schedule))
         assert np.array_equal(swept.models.encoder.head.weight, weights[0]) == same
 
@@ -97,12 +103,18 @@ def test_the_loss_of_autoencoders_does_not_see_the_size_of_features(trajectories
 # Two slow directions, of eigenvalues 0.8 +- 0.4i, under a mixture with three fast ones.
 SLOW = np.asarray([[0.8, 0.4], [-0.4, 0.8]])
 MIXING = np.linalg.qr(np.random.default_rng(0).normal(size=(5, 5)))[0]
-SYSTEM = MIXING @ np.block([[SLOW, np.zeros((2, 3))], [np.zeros((3, 2)), np.diag([0.2, 0.1, -0.1])]]) @ MIXING.T
+SYSTEM = (
+    MIXING
+    @ np.block([[SLOW, np.zeros((2, 3))], [np.zeros((3, 2)), np.diag([0.2, 0.1, -0.1])]])
+    @ MIXING.T
+)
 
 
 @pytest.fixture(scope="module")
 def trajectories():
-    return np.asarray(linear_system(SYSTEM, 299, key=jax.random.key(0), num_trajectories=8, noise=1.0))  # [8, 300, 5]
+    return np.asarray(
+        linear_system(SYSTEM, 299, key=jax.random.key(0), num_trajectories=8, noise=1.0)
+    )  # [8, 300, 5]
 
 
 def linear(inputs, outputs):
@@ -135,13 +147,19 @@ def test_autoencoders_learn_a_linear_system_of_states_of_any_shape():
     # Without noise the latent map is the system's own: rotations by other angles, of states [2, 2].
     turn = np.linalg.qr(np.random.default_rng(1).normal(size=(4, 4)))[0]
     states = np.stack([turn @ state for state in np.random.default_rng(2).normal(size=(400, 4, 1))])
-    pairs = np.stack([states[..., 0], (turn @ states)[..., 0]], 1).reshape(400, 2, 2, 2).astype(np.float32)
+    pairs = (
+        np.stack([states[..., 0], (turn @ states)[..., 0]], 1)
+        .reshape(400, 2, 2, 2)
+        .astype(np.float32)
+    )
 
     def encoder(key):
         return eqx.nn.Sequential([eqx.nn.Lambda(jnp.ravel), eqx.nn.Linear(4, 4, key=key)])
 
     def decoder(key):
-        return eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=key), eqx.nn.Lambda(lambda x: x.reshape(2, 2))])
+        return eqx.nn.Sequential(
+            [eqx.nn.Linear(4, 4, key=key), eqx.nn.Lambda(lambda x: x.reshape(2, 2))]
+        )
 
     def both(key):
         return Autoencoder(4, encoder=encoder, decoder=decoder, init="lecun", key=key)
@@ -160,12 +178,19 @@ def test_autoencoders_learn_a_linear_system_of_states_of_any_shape():
 
 @pytest.mark.slow
 def test_the_validation_loss_is_that_of_the_pairs_or_the_mean_over_batches(trajectories):
-    model, uneven = FeatureMap(2, encoder=linear(5, 2), key=jax.random.key(0)), [trajectories[0], trajectories[1, :50]]
+    model, uneven = (
+        FeatureMap(2, encoder=linear(5, 2), key=jax.random.key(0)),
+        [trajectories[0], trajectories[1, :50]],
+    )
     x, y = lagged_pairs(uneven, 3)
     assert len(x) == 297 + 47
-    whole, batched = (validation_loss("vamp", model, uneven, lag=3, batch_size=size) for size in (None, 150))
+    whole, batched = (
+        validation_loss("vamp", model, uneven, lag=3, batch_size=size) for size in (None, 150)
+    )
     np.testing.assert_allclose(whole, pair_loss("vamp", model, x, y), rtol=1e-6)
-    wanted = np.mean([pair_loss("vamp", model, x[i : i + 150], y[i : i + 150]) for i in (0, 150, 300)])
+    wanted = np.mean(
+        [pair_loss("vamp", model, x[i : i + 150], y[i : i + 150]) for i in (0, 150, 300)]
+    )
     np.testing.assert_allclose(batched, wanted, rtol=1e-5)
 
 
@@ -185,9 +210,14 @@ def test_a_module_is_where_all_seeds_begin(trajectories):
 
 @pytest.mark.slow
 def test_losses_of_your_own_are_those_of_the_same_name(trajectories):
-    pairs, options = lagged_pairs([trajectories[0]]), {"key": jax.random.key(0), "num_seeds": 2, "num_epochs": 2}
+    pairs, options = (
+        lagged_pairs([trajectories[0]]),
+        {"key": jax.random.key(0), "num_seeds": 2, "num_epochs": 2},
+    )
     named = train_encoders(feature_map, "contrastive", pairs, **options).models
-    mine = train_encoders(feature_map, lambda m, batch, key: pair_loss("contrastive", m, *batch), pairs, **options)
+    mine = train_encoders(
+        feature_map, lambda m, batch, key: pair_loss("contrastive", m, *batch), pairs, **options
+    )
     np.testing.assert_array_equal(mine.models.encoder.weight, named.encoder.weight)
 
 
@@ -197,23 +227,44 @@ def test_options_that_do_not_fit_are_named(trajectories):
     encoders = partial(train_encoders, feature_map, "vamp", num_epochs=0, num_seeds=2, key=key)
     autoencoders = partial(train_encoders, loss="reconstruction", data=pairs, key=key)
     classes = partial(train_encoders, linear(5, 2), "classes", key=key)
-    for train in (partial(encoders, pairs), partial(autoencoders, autoencoder), partial(classes, (states, labels))):
+    for train in (
+        partial(encoders, pairs),
+        partial(autoencoders, autoencoder),
+        partial(classes, (states, labels)),
+    ):
         with pytest.raises(ValueError, match="`batch_size` must be at least 1"):
             train(batch_size=0)
-        with pytest.raises(TypeError, match="encoder"):  # an option that `training.fit` does not have
+        with pytest.raises(
+            TypeError, match="encoder"
+        ):  # an option that `training.fit` does not have
             train(encoder=1)
     encoders(pairs, batch_size=len(states) - 4)
     narrow = tuple(part[:, :4] for part in pairs)
     refused(
-        (lambda: train_encoders(feature_map, "simclr", pairs, key=key), "'vamp', 'contrastive', 'dpnets'"),
+        (
+            lambda: train_encoders(feature_map, "simclr", pairs, key=key),
+            "'vamp', 'contrastive', 'dpnets'",
+        ),
         (lambda: encoders(pairs, num_seeds=0), "`num_seeds` must be at least 1"),
         (lambda: autoencoders(partial(autoencoder, width=4)), "`model` must fit `data` and `loss`"),
-        (lambda: encoders(narrow), r"`model` must fit `data` and `loss`, got for a batch of shapes \(299, 4\)"),
-        (lambda: encoders(pairs, batch_size=2), r"`batch_size` must leave enough .*\(1, 5\).*hold at least 3 samples"),
-        (lambda: encoders(pairs, batch_size=len(states) - 3), r"`batch_size` must leave enough .*\(2, 5\)"),
+        (
+            lambda: encoders(narrow),
+            r"`model` must fit `data` and `loss`, got for a batch of shapes \(299, 4\)",
+        ),
+        (
+            lambda: encoders(pairs, batch_size=2),
+            r"`batch_size` must leave enough .*\(1, 5\).*hold at least 3 samples",
+        ),
+        (
+            lambda: encoders(pairs, batch_size=len(states) - 3),
+            r"`batch_size` must leave enough .*\(2, 5\)",
+        ),
         (lambda: encoders((states[:2], states[1:3])), "`model` must fit .*hold at least 3 samples"),
         (lambda: encoders(pairs, validation=narrow), "`validation` must be like `data`"),
-        (lambda: encoders(pairs, validation=(states[:2], states[1:3])), "`validation` must .*at least 3 samples"),
+        (
+            lambda: encoders(pairs, validation=(states[:2], states[1:3])),
+            "`validation` must .*at least 3 samples",
+        ),
         (lambda: encoders((states, np.where(states > 0, states, np.nan))), "`data` must be finite"),
         (lambda: classes((states, labels + 1)), "`data` must lie between 0 and 1, got 1 to 2"),
     )
@@ -229,10 +280,18 @@ def test_stacked_models_are_told_from_one(trajectories):
         lambda: validation_loss("vamp", result.models, states),
         lambda: encode(coders, states),
     ):
-        with pytest.raises(ValueError, match=r"`model` must be one model, got 2 stacked ones.*member\(models, 0\)"):
+        with pytest.raises(
+            ValueError, match=r"`model` must be one model, got 2 stacked ones.*member\(models, 0\)"
+        ):
             call()
-    with pytest.raises(TypeError, match=r"`models` must be stacked models, as in `result.models`, got a FitResult"):
+    with pytest.raises(
+        TypeError, match=r"`models` must be stacked models, as in `result.models`, got a FitResult"
+    ):
         member(result, 0)
     assert encode(member(result.models, 0), states).shape == (len(states), 2)
-    assert eqx.filter_vmap(lambda model: encode(model, states))(result.models).shape == (2, len(states), 2)
+    assert eqx.filter_vmap(lambda model: encode(model, states))(result.models).shape == (
+        2,
+        len(states),
+        2,
+    )
     assert jnp.isnan(encode(member(result.models, 0), states * np.nan)).all()

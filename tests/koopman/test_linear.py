@@ -5,7 +5,12 @@ import numpy as np
 import pytest
 from words import refused
 
-from koopman.datasets import linear_spectrum, linear_system, regime_switching_spectrum, regime_switching_var
+from koopman.datasets import (
+    linear_spectrum,
+    linear_system,
+    regime_switching_spectrum,
+    regime_switching_var,
+)
 from koopman.datasets._exact import conjugate_order
 from koopman.datasets._linear import stationary_covariance
 
@@ -53,7 +58,9 @@ def test_eigenfunctions_with_noise_by_quadrature(noise):
     b = noise * np.eye(2) if np.ndim(noise) == 0 else noise
     z, weights = np.polynomial.hermite_e.hermegauss(6)
     z = np.stack([axis.ravel() for axis in np.meshgrid(*[z] * b.shape[1])], axis=1)
-    weights = np.prod(np.stack(np.meshgrid(*[weights / weights.sum()] * b.shape[1])), axis=0).ravel()
+    weights = np.prod(
+        np.stack(np.meshgrid(*[weights / weights.sum()] * b.shape[1])), axis=0
+    ).ravel()
     x = np.random.default_rng(0).standard_normal((20, 2))
 
     def residual(right):
@@ -61,9 +68,14 @@ def test_eigenfunctions_with_noise_by_quadrature(noise):
         return np.abs(expected - right(x) * spectrum.eigenvalues[None, :]).max()
 
     assert residual(spectrum.right) < 1e-10
-    assert residual(silent.right) > 0.1  # products of linear functions are no eigenfunctions with noise
+    assert (
+        residual(silent.right) > 0.1
+    )  # products of linear functions are no eigenfunctions with noise
     root = np.linalg.cholesky(stationary_covariance(A, noise))
-    states = np.stack([axis.ravel() for axis in np.meshgrid(*[np.linspace(-7, 7, 141)] * 2)], axis=1) @ root.T
+    states = (
+        np.stack([axis.ravel() for axis in np.meshgrid(*[np.linspace(-7, 7, 141)] * 2)], axis=1)
+        @ root.T
+    )
     mass = spectrum.density(states) * 0.1**2 * np.prod(np.diag(root))
     np.testing.assert_allclose(mass.sum(), 1, atol=1e-8)
     covariance = (states * mass[:, None]).T @ states
@@ -72,7 +84,9 @@ def test_eigenfunctions_with_noise_by_quadrature(noise):
 
 
 def test_no_stationary_distribution():
-    with pytest.raises(ValueError, match="`matrix` must have all eigenvalues inside the unit circle.*radius 1.1"):
+    with pytest.raises(
+        ValueError, match="`matrix` must have all eigenvalues inside the unit circle.*radius 1.1"
+    ):
         stationary_covariance(np.diag([1.1, 0.5]), 1.0)
     with pytest.raises(ValueError, match="`matrix` must have all eigenvalues inside"):
         linear_spectrum(np.eye(2), 2, noise=0.1)
@@ -91,7 +105,9 @@ def test_noise_has_the_covariance_of_its_matrix(key):
     n = 20_000
     covariance = stationary_covariance(A, B)
     start = np.random.default_rng(0).normal(size=(n, 2)) @ np.linalg.cholesky(covariance).T
-    path = np.asarray(linear_system(A, 3, key=key, num_trajectories=n, noise=B, initial=start), np.float64)
+    path = np.asarray(
+        linear_system(A, 3, key=key, num_trajectories=n, noise=B, initial=start), np.float64
+    )
     # The fourth moments of a normal: a product of two coordinates has variance C_ii C_jj + C_ij^2.
     error = np.sqrt((np.outer(np.diag(covariance), np.diag(covariance)) + covariance**2) / n)
     np.testing.assert_array_less(np.abs(path[:, 3].T @ path[:, 3] / n - covariance), 4 * error)
@@ -112,16 +128,30 @@ def test_regime_eigenfunctions_by_their_definition():
     x = np.random.default_rng(0).standard_normal((12, 2))
     regimes = np.arange(12) % 2
     moved = np.einsum("nab,nb->na", MATRICES[regimes], x)
-    expected = sum(TRANSITION[regimes, j][:, None] * spectrum.right(moved, np.full(12, j)) for j in range(2))
-    np.testing.assert_allclose(expected, spectrum.right(x, regimes) * spectrum.eigenvalues[None, :], atol=1e-12)
+    expected = sum(
+        TRANSITION[regimes, j][:, None] * spectrum.right(moved, np.full(12, j)) for j in range(2)
+    )
+    np.testing.assert_allclose(
+        expected, spectrum.right(x, regimes) * spectrum.eigenvalues[None, :], atol=1e-12
+    )
     assert np.linalg.matrix_rank(spectrum.right(x, regimes)) == 6
-    np.testing.assert_allclose(spectrum.eigenvalues[conjugate_order(spectrum.eigenvalues)], spectrum.eigenvalues)
-    assert_same_spectrum([1, 0.6], [v for v in spectrum.eigenvalues if min(abs(v - 1), abs(v - 0.6)) < 1e-12], 1e-12)
+    np.testing.assert_allclose(
+        spectrum.eigenvalues[conjugate_order(spectrum.eigenvalues)], spectrum.eigenvalues
+    )
+    assert_same_spectrum(
+        [1, 0.6], [v for v in spectrum.eigenvalues if min(abs(v - 1), abs(v - 0.6)) < 1e-12], 1e-12
+    )
 
 
 def test_states_obey_the_regimes_recorded_with_them(key):
     run = regime_switching_var(
-        MATRICES, TRANSITION, 4, key=key, num_trajectories=20_000, initial_regime=1, noise=np.float32(0.0)
+        MATRICES,
+        TRANSITION,
+        4,
+        key=key,
+        num_trajectories=20_000,
+        initial_regime=1,
+        noise=np.float32(0.0),
     )
     states, regimes = np.asarray(run.states), np.asarray(run.regimes)
     assert np.all(regimes[:, 0] == 1)
@@ -131,24 +161,40 @@ def test_states_obey_the_regimes_recorded_with_them(key):
         stays = regimes[:, 1:][regimes[:, :-1] == regime] == regime
         share = TRANSITION[regime, regime]
         assert abs(stays.mean() - share) < 4 * np.sqrt(share * (1 - share) / stays.size)
-    noisy = regime_switching_var(0 * MATRICES, TRANSITION, 4, key=key, num_trajectories=20_000, noise=0.1)
+    noisy = regime_switching_var(
+        0 * MATRICES, TRANSITION, 4, key=key, num_trajectories=20_000, noise=0.1
+    )
     np.testing.assert_allclose(np.std(noisy.states[:, 1:]), 0.1, rtol=0.02)
 
 
 @pytest.mark.slow
 def test_trajectories_are_drawn_alone(key):
     batch = linear_system(A, 4, key=key, num_trajectories=3)
-    np.testing.assert_allclose(batch, [linear_system(A, 4, key=k) for k in jax.random.split(key, 3)], atol=1e-6)
+    np.testing.assert_allclose(
+        batch, [linear_system(A, 4, key=k) for k in jax.random.split(key, 3)], atol=1e-6
+    )
 
 
 def test_wrong_arguments_are_named(key):
-    assert regime_switching_var(MATRICES, TRANSITION, 1, key=key).states.shape == (2, 2)  # the least number of steps
+    assert regime_switching_var(MATRICES, TRANSITION, 1, key=key).states.shape == (
+        2,
+        2,
+    )  # the least number of steps
     refused(
         (lambda: linear_system(A, 0, key=key), "`num_steps` must be at least 1"),
         (lambda: linear_system(A, 3, key=key, noise=-1.0), "`noise` must be non-negative"),
-        (lambda: linear_system(A, 3, key=key, noise=np.ones((3, 1))), r"got shape \(3, 1\), .* for `matrix`"),
-        (lambda: linear_system(A, 3, key=key, initial=np.zeros(3)), r"`initial` must have shape \(2,\), got \(3,\)"),
-        (lambda: regime_switching_var(MATRICES, np.full((2, 2), 0.4), 3, key=key), "must have rows that sum to 1"),
+        (
+            lambda: linear_system(A, 3, key=key, noise=np.ones((3, 1))),
+            r"got shape \(3, 1\), .* for `matrix`",
+        ),
+        (
+            lambda: linear_system(A, 3, key=key, initial=np.zeros(3)),
+            r"`initial` must have shape \(2,\), got \(3,\)",
+        ),
+        (
+            lambda: regime_switching_var(MATRICES, np.full((2, 2), 0.4), 3, key=key),
+            "must have rows that sum to 1",
+        ),
     )
 
 
@@ -156,7 +202,9 @@ def test_directions_that_no_noise_reaches():
     exact = linear_spectrum(np.diag([0.5, 0.3]), 1, noise=[[1.0], [0.0]])
     states = np.asarray([[1.0, 2.0], [-3.0, 0.5]])
     found = exact.right(states)
-    np.testing.assert_allclose(np.abs(found[:, 1]), np.abs(states[:, 0]) * np.sqrt(1 - 0.5**2))  # of variance one
+    np.testing.assert_allclose(
+        np.abs(found[:, 1]), np.abs(states[:, 0]) * np.sqrt(1 - 0.5**2)
+    )  # of variance one
     np.testing.assert_allclose(np.abs(found[:, 2]), np.abs(states[:, 1]))
     assert exact.density is None
 
@@ -164,7 +212,10 @@ def test_directions_that_no_noise_reaches():
 def test_functions_of_an_exact_spectrum_check_their_states():
     exact = linear_spectrum(np.diag([0.5, 0.3]), 1, noise=1.0)
     for function in (exact.right, exact.density):
-        for states, words in ((np.ones((4, 3)), r"have shape \[n, 2\]"), ([[1.0, np.inf]], "finite")):
+        for states, words in (
+            (np.ones((4, 3)), r"have shape \[n, 2\]"),
+            ([[1.0, np.inf]], "finite"),
+        ):
             with pytest.raises(ValueError, match=f"`states` must .*{words}"):
                 function(states)
     switching = regime_switching_spectrum(MATRICES, TRANSITION)

@@ -20,7 +20,9 @@ from koopman import (
     vamp_score,
 )
 
-TRAINING = np.random.default_rng(3).normal(size=(2, 20, 8))  # distinct singular values, whose two largest are kept
+TRAINING = np.random.default_rng(3).normal(
+    size=(2, 20, 8)
+)  # distinct singular values, whose two largest are kept
 
 # Every loss as a function of a batch of pairs, whose weights are traced where the batch is.
 LOSSES = {
@@ -32,9 +34,19 @@ LOSSES = {
     "dpnets-relaxed": lambda x, y: dpnets_loss(x, y, metric_deformation=x[0, 0] ** 2, relaxed=True),
     "contrastive": spectral_contrastive_loss,
     "autoencoder": lambda x, y: autoencoder_loss(
-        x, y, x + 0.1, y**2, x, 2 * x, alpha_rec=x[1, 0] ** 2, alpha_lin=x[0, 0] ** 2, alpha_pred=y[0, 0] ** 2
+        x,
+        y,
+        x + 0.1,
+        y**2,
+        x,
+        2 * x,
+        alpha_rec=x[1, 0] ** 2,
+        alpha_lin=x[0, 0] ** 2,
+        alpha_pred=y[0, 0] ** 2,
     ),
-    "energy-pooled": lambda x, y: energy_loss(x, jnp.stack([y, 2 * y], 2), grad_weight=x[0, 0] ** 2, form="pooled"),
+    "energy-pooled": lambda x, y: energy_loss(
+        x, jnp.stack([y, 2 * y], 2), grad_weight=x[0, 0] ** 2, form="pooled"
+    ),
     "energy": lambda x, y: energy_loss(x, jnp.stack([y, 2 * y], 2), grad_weight=x[0, 0] ** 2),
     "fro": lambda x, y: orthonormal_fro_reg(x + y),
     "fro-keyed": lambda x, y: orthonormal_fro_reg(x + y, key=jax.random.key(3)),
@@ -49,7 +61,9 @@ def batch(n=40, d=3, seed=0, dtype=np.float64):
     """Correlated pairs with means and unequal scales."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, d)) @ rng.normal(size=(d, d)) + rng.normal(size=d)
-    return x.astype(dtype), (x @ rng.normal(size=(d, d)) / d + rng.normal(size=(n, d)) + 0.5).astype(dtype)
+    return x.astype(dtype), (
+        x @ rng.normal(size=(d, d)) / d + rng.normal(size=(n, d)) + 0.5
+    ).astype(dtype)
 
 
 @pytest.mark.parametrize("schatten_norm", [1, 2])
@@ -57,9 +71,13 @@ def test_vamp_of_a_cycle_and_of_identical_features(schatten_norm):
     """Deterministic and invertible: all singular values are 1, and centring takes the constant's away."""
     states = np.tile(np.eye(5), (7, 1))[3:].astype(np.float32)  # unequal counts
     for order in (np.roll(np.arange(5), 1), np.arange(5)):
-        uncentred = vamp_loss(states, states[:, order], schatten_norm=schatten_norm, center_covariances=False)
+        uncentred = vamp_loss(
+            states, states[:, order], schatten_norm=schatten_norm, center_covariances=False
+        )
         np.testing.assert_allclose(uncentred, -5, atol=2e-5)
-        np.testing.assert_allclose(vamp_loss(states, states[:, order], schatten_norm=schatten_norm), -4, atol=2e-5)
+        np.testing.assert_allclose(
+            vamp_loss(states, states[:, order], schatten_norm=schatten_norm), -4, atol=2e-5
+        )
     shuffled = np.random.default_rng(0).permutation(states)  # negative control
     assert vamp_loss(states, shuffled, schatten_norm=schatten_norm, center_covariances=False) > -4
 
@@ -74,7 +92,9 @@ def test_vamp_does_not_change_under_linear_maps(center):
         loss = partial(vamp_loss, schatten_norm=schatten_norm, center_covariances=center)
         np.testing.assert_allclose(loss(x @ mixing + 5 * center, y * 3), loss(x, y), rtol=1e-3)
         for one, other in ((far, far[:, ::-1]), (1e-30, 1e-30), (1e30, 1e30), (1e30, 1.0)):
-            np.testing.assert_allclose(loss(x * np.float32(one), y * np.float32(other)), loss(x, y), rtol=1e-4)
+            np.testing.assert_allclose(
+                loss(x * np.float32(one), y * np.float32(other)), loss(x, y), rtol=1e-4
+            )
         assert abs(loss(x**3, y) - loss(x, y)) > 0.01  # negative control
 
 
@@ -83,7 +103,9 @@ def test_vamp_slopes_take_any_unit(center):
     x, y = batch(dtype=np.float32)
     slope = jax.jit(jax.grad(partial(vamp_loss, center_covariances=center)))
     for unit in np.float32([1e-30, 1e30]):
-        np.testing.assert_allclose(np.asarray(slope(x * unit, y * unit)) * unit, slope(x, y), atol=1e-5)
+        np.testing.assert_allclose(
+            np.asarray(slope(x * unit, y * unit)) * unit, slope(x, y), atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("center", [True, False])
@@ -91,7 +113,9 @@ def test_vamp_scores_take_any_unit(center):
     x, y = batch(dtype=np.float32)
     score = partial(vamp_score, rank=2, center_covariances=center)
     for unit in np.float32([1e-30, 1e30]):
-        np.testing.assert_allclose(score(x * unit, y * unit, y * unit, x * unit), score(x, y, y, x), rtol=1e-3)
+        np.testing.assert_allclose(
+            score(x * unit, y * unit, y * unit, x * unit), score(x, y, y, x), rtol=1e-3
+        )
 
 
 def test_vamp_of_ill_conditioned_features_in_single_precision():
@@ -133,7 +157,9 @@ def test_contrastive_takes_no_square_of_the_batch():
 def test_autoencoder_by_hand():
     x, y = np.ones((2, 3, 4), np.float32), np.zeros((2, 3, 4), np.float32)
     code, moved = np.zeros((2, 5), np.float32), np.full((2, 5), 3, np.float32)
-    loss = autoencoder_loss(x, y, x + 2, code, moved, y + 5, alpha_rec=10.0, alpha_lin=100.0, alpha_pred=1000.0)
+    loss = autoencoder_loss(
+        x, y, x + 2, code, moved, y + 5, alpha_rec=10.0, alpha_lin=100.0, alpha_pred=1000.0
+    )
     assert loss == 10 * 4 + 100 * 9 + 1000 * 25
     assert autoencoder_loss(x, y, x, code, code, y) == 0
 
@@ -157,10 +183,15 @@ def test_orthonormality_of_exact_gaussians():
     draws[:, 0] = 1
     white = np.linalg.qr(draws)[0][:, 1:] * 30**0.5  # the empirical mean is zero, the covariance I
     turn = np.linalg.qr(np.random.default_rng(1).normal(size=(3, 3)))[0]
-    for scale, mean in ((np.ones(3), np.zeros(3)), (np.array([0.5, 1.0, 2.0]), np.array([0.1, -0.2, 0.3]))):
+    for scale, mean in (
+        (np.ones(3), np.zeros(3)),
+        (np.array([0.5, 1.0, 2.0]), np.array([0.1, -0.2, 0.3])),
+    ):
         expected = np.mean(scale**4 - scale**2 - np.log(scale**2)) + 2 * mean @ mean
         x = white * scale @ turn + mean
-        np.testing.assert_allclose(orthonormal_logfro_reg(x.astype(np.float32)), expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            orthonormal_logfro_reg(x.astype(np.float32)), expected, rtol=1e-5, atol=1e-5
+        )
         with jax.enable_x64(True):
             np.testing.assert_allclose(orthonormal_logfro_reg(x), expected, atol=1e-12)
 
@@ -220,7 +251,9 @@ def test_score_against_a_direct_computation(schatten_norm, rank, x64):
     training = batch(seed=0, d=7)
     test = batch(n=25, seed=1, d=7)
     score = vamp_score(*training, *test, schatten_norm=schatten_norm, rank=rank)
-    np.testing.assert_allclose(score, direct_score(*training, *test, schatten_norm, rank), rtol=1e-9)
+    np.testing.assert_allclose(
+        score, direct_score(*training, *test, schatten_norm, rank), rtol=1e-9
+    )
     if rank is None:
         np.testing.assert_allclose(score, -vamp_loss(*test, schatten_norm=schatten_norm), rtol=1e-9)
 
@@ -244,7 +277,9 @@ def dependent(z):
     """Three features, a large constant, a repeated one, a sum and zeros."""
     array_library = np if isinstance(z, np.ndarray) else jnp
     constant = array_library.full_like(z[:, :1], 1234.1)
-    return array_library.concatenate([z, constant, z[:, :1], z[:, 1:2] + 2 * z[:, 2:], 0 * z[:, :1]], 1)
+    return array_library.concatenate(
+        [z, constant, z[:, :1], z[:, 1:2] + 2 * z[:, 2:], 0 * z[:, :1]], 1
+    )
 
 
 def few(z):
@@ -255,7 +290,10 @@ def few(z):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "extend"),
-    [*((name, dependent) for name in DECOMPOSED), *((name, few) for name in ("dpnets-relaxed", "logfro", "score"))],
+    [
+        *((name, dependent) for name in DECOMPOSED),
+        *((name, few) for name in ("dpnets-relaxed", "logfro", "score")),
+    ],
 )
 def test_gradient_of_deficient_batches(name, extend):
     """Finite in all entries, in both precisions, and right along changes of the batch that keep the rank."""
@@ -263,7 +301,9 @@ def test_gradient_of_deficient_batches(name, extend):
     x, y = batch()
     direction = np.random.default_rng(10).normal(size=(2, *x.shape))
     both = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-    single, gradients = both(extend(jnp.asarray(x, jnp.float32)), extend(jnp.asarray(y, jnp.float32)))
+    single, gradients = both(
+        extend(jnp.asarray(x, jnp.float32)), extend(jnp.asarray(y, jnp.float32))
+    )
     assert all(jnp.isfinite(gradient).all() for gradient in gradients)
 
     with jax.enable_x64(True):
@@ -283,13 +323,19 @@ def test_gradient_of_deficient_batches(name, extend):
 def test_deficient_features_change_no_loss(schatten_norm):
     x, y = batch(dtype=np.float32)
     loss = vamp_loss(x, y, schatten_norm=schatten_norm)
-    np.testing.assert_allclose(vamp_loss(dependent(x), dependent(y), schatten_norm=schatten_norm), loss, rtol=1e-3)
+    np.testing.assert_allclose(
+        vamp_loss(dependent(x), dependent(y), schatten_norm=schatten_norm), loss, rtol=1e-3
+    )
 
 
 def test_a_large_constant_changes_no_loss():
     x, y = batch(dtype=np.float32)
-    offset = np.full((40, 1), 1e4 / 3, np.float32)  # rounding of its mean must not make it a feature
-    np.testing.assert_allclose(vamp_loss(np.hstack([x, offset]), np.hstack([y, offset])), vamp_loss(x, y), rtol=1e-4)
+    offset = np.full(
+        (40, 1), 1e4 / 3, np.float32
+    )  # rounding of its mean must not make it a feature
+    np.testing.assert_allclose(
+        vamp_loss(np.hstack([x, offset]), np.hstack([y, offset])), vamp_loss(x, y), rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("rank", [2, None])
@@ -347,11 +393,23 @@ def test_wrong_arguments_are_named(unchecked):
     x, y = batch(dtype=np.float32)
     refused(
         (lambda: vamp_loss(x, y, schatten_norm=3), "`schatten_norm` must be 1 or 2, got 3"),
-        (lambda: vamp_score(x, y, x, y, rank=4), r"`rank` must be at most the number of features \(3\), got 4"),
-        (lambda: dpnets_loss(x, y, metric_deformation=-1.0), "`metric_deformation` must be non-negative"),
+        (
+            lambda: vamp_score(x, y, x, y, rank=4),
+            r"`rank` must be at most the number of features \(3\), got 4",
+        ),
+        (
+            lambda: dpnets_loss(x, y, metric_deformation=-1.0),
+            "`metric_deformation` must be non-negative",
+        ),
         (lambda: spectral_contrastive_loss(x[:1], y[:1]), "`x` must hold at least two pairs"),
-        (lambda: autoencoder_loss(x, y, x, x, x, y, alpha_lin=-1.0), "`alpha_lin` must be non-negative"),
-        (lambda: energy_loss(x, x[:, :, None], form="other"), "`form` must be one of 'energy', 'pooled'"),
+        (
+            lambda: autoencoder_loss(x, y, x, x, x, y, alpha_lin=-1.0),
+            "`alpha_lin` must be non-negative",
+        ),
+        (
+            lambda: energy_loss(x, x[:, :, None], form="other"),
+            "`form` must be one of 'energy', 'pooled'",
+        ),
         (lambda: orthonormal_fro_reg(x[:3]), "`x` must hold at least four samples"),
     )
 
@@ -361,7 +419,9 @@ def test_a_mean_that_swamps_the_variance_is_named():
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=(2, 60, 3)) + 1e4).astype(np.float32)
     for loss in (vamp_loss, dpnets_loss, lambda *a, **k: vamp_score(*a, *a, **k)):
-        with pytest.warns(UserWarning, match="Column . of `y` varies.*pass center_covariances=True"):
+        with pytest.warns(
+            UserWarning, match="Column . of `y` varies.*pass center_covariances=True"
+        ):
             loss(x - x.mean(0)[None], y, center_covariances=False)
         loss(x, y, center_covariances=True)
         jax.jit(partial(loss, center_covariances=False))(x, y)

@@ -26,15 +26,20 @@ def test_spectrum_against_the_discretised_kernel(order):
     values = np.linalg.eigvals(operator)
     values = values[conjugate_order(values)]
     k = min(order + 1, 7)
-    # The operator is far from normal: rounding in 250 x 250 matters more than in 21 x 21, the more the smaller.
-    np.testing.assert_allclose(spectrum.eigenvalues[:k], values[:k], atol=1e-8 if order == 20 else 1e-12)
+    # The operator is far from normal: rounding in 250 x 250 matters more than in 21 x 21, the more
+    # the smaller.
+    np.testing.assert_allclose(
+        spectrum.eigenvalues[:k], values[:k], atol=1e-8 if order == 20 else 1e-12
+    )
     np.testing.assert_allclose(values[order + 1 :], 0, atol=1e-6)  # the rest of the operator
     values, right = spectrum.eigenvalues[:k], spectrum.right(X)[:, :k]
     left, density = spectrum.left(X)[:, :k], spectrum.density(X)
     np.testing.assert_allclose(operator @ right, right * values, atol=1e-11)
     np.testing.assert_allclose((density * WEIGHTS) @ transition_density(order), density, atol=1e-11)
     weighted = left * (density * WEIGHTS)[:, None]
-    pushed = transition_density(order).T @ weighted / density[:, None]  # the adjoint in L2 of the density
+    pushed = (
+        transition_density(order).T @ weighted / density[:, None]
+    )  # the adjoint in L2 of the density
     np.testing.assert_allclose(pushed, left * values.conj(), rtol=1e-7, atol=1e-9)
     np.testing.assert_allclose(weighted.conj().T @ right, np.eye(k), atol=1e-7)
     np.testing.assert_allclose((density * WEIGHTS) @ np.abs(right) ** 2, 1, atol=1e-11)
@@ -56,7 +61,9 @@ def test_the_operator_maps_features_to_features():
     error, matrix = residual(5)
     assert error < 1e-12
     values = np.linalg.eigvals(matrix)
-    np.testing.assert_allclose(values[conjugate_order(values)][:6], logistic_spectrum(5).eigenvalues, atol=1e-12)
+    np.testing.assert_allclose(
+        values[conjugate_order(values)][:6], logistic_spectrum(5).eigenvalues, atol=1e-12
+    )
     assert residual(1)[0] > 1e-2  # too small a span is not invariant
 
 
@@ -98,7 +105,13 @@ def test_wrong_arguments_are_named(key):
     four = {"key": key, "num_trajectories": 4}
     refused(
         (lambda: logistic_map(0, key=key), "`num_steps` must be at least 1, got 0"),
-        (lambda: logistic_map(3, key=key, num_trajectories=0), "`num_trajectories` must be at least 1"),
+        (
+            lambda: logistic_map(3, key=key, num_trajectories=0),
+            "`num_trajectories` must be at least 1",
+        ),
         (lambda: logistic_spectrum(0), "`order` must be at least 1"),
-        (lambda: logistic_map(3, initial=np.zeros((3, 1)), **four), r"`initial` .* \(1,\) or \(4, 1\), got \(3, 1\)"),
+        (
+            lambda: logistic_map(3, initial=np.zeros((3, 1)), **four),
+            r"`initial` .* \(1,\) or \(4, 1\), got \(3, 1\)",
+        ),
     )

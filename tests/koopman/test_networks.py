@@ -42,11 +42,17 @@ def test_networks_of_your_own():
     np.testing.assert_allclose(jax.vmap(raw)(STATES), jax.vmap(layer)(STATES), rtol=1e-6)
     unit = FeatureMap(2, encoder=layer, key=jax.random.key(0))
     np.testing.assert_allclose(jnp.linalg.norm(jax.vmap(unit)(STATES), axis=1), 1, atol=1e-6)
-    first, second = (FeatureMap(2, encoder=make, key=jax.random.key(seed)).encoder.weight for seed in (0, 1))
+    first, second = (
+        FeatureMap(2, encoder=make, key=jax.random.key(seed)).encoder.weight for seed in (0, 1)
+    )
     assert np.abs(first - second).max() > 0.01
 
-    model = Autoencoder(2, encoder=make, decoder=lambda key: Affine(2, 3, key=key), key=jax.random.key(0))
-    np.testing.assert_allclose(model(STATES[0]), model.decoder(model.encoder(jnp.asarray(STATES[0]))), rtol=1e-6)
+    model = Autoencoder(
+        2, encoder=make, decoder=lambda key: Affine(2, 3, key=key), key=jax.random.key(0)
+    )
+    np.testing.assert_allclose(
+        model(STATES[0]), model.decoder(model.encoder(jnp.asarray(STATES[0]))), rtol=1e-6
+    )
     # Arrays of a module may be NumPy's; they come out as JAX's, which training takes.
     plain = eqx.tree_at(lambda m: m.weight, layer, np.asarray(layer.weight))
     assert isinstance(build_network("encoder", plain, key=jax.random.key(0)).weight, jax.Array)
@@ -69,7 +75,9 @@ def test_what_is_no_network_is_named(network):
 
 def test_an_encoder_of_another_width_is_named():
     model = FeatureMap(7, encoder=eqx.nn.Linear(4, 3, key=jax.random.key(1)), key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"`encoder` must make a vector of 7 features, .*got shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"`encoder` must make a vector of 7 features, .*got shape \(3,\)"
+    ):
         model(jnp.ones(4))
     norm = FeatureMap(3, encoder=model.encoder, feature_norm=np.float32(2), key=jax.random.key(0))
     assert type(norm.feature_norm) is float

@@ -25,7 +25,11 @@ from koopman import (
     singular_values,
 )
 
-KINDS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 2), "reduced_rank": partial(ReducedRank, 2)}
+KINDS = {
+    "ridge": Ridge,
+    "pcr": partial(PrincipalComponents, 2),
+    "reduced_rank": partial(ReducedRank, 2),
+}
 
 
 def states(n=120, d=3, seed=0):
@@ -41,7 +45,12 @@ def fit_kernel(kind, x, y, kernel, centres=None, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "solver"),
-    [("ridge", "dense"), ("pcr", "krylov"), ("reduced_rank", "krylov"), ("reduced_rank", "spectral")],
+    [
+        ("ridge", "dense"),
+        ("pcr", "krylov"),
+        ("reduced_rank", "krylov"),
+        ("reduced_rank", "spectral"),
+    ],
 )
 def test_the_linear_kernel_is_explicit_regression(kind, solver, x64):
     x, y = (np.asarray(a) for a in lagged_pairs(states()))
@@ -50,7 +59,9 @@ def test_the_linear_kernel_is_explicit_regression(kind, solver, x64):
     wanted = fit(KINDS[kind](alpha=1e-2), x, y)
     rank = 3 if kind == "ridge" else 2
     np.testing.assert_allclose(eigenvalues(found)[:rank], eigenvalues(wanted), atol=1e-7)
-    np.testing.assert_allclose(predict(found, x[:7], [1, 3]), predict(wanted, x[:7], [1, 3]), atol=1e-7)
+    np.testing.assert_allclose(
+        predict(found, x[:7], [1, 3]), predict(wanted, x[:7], [1, 3]), atol=1e-7
+    )
     np.testing.assert_allclose(risk(found, x, y), risk(wanted, x, y), rtol=1e-7)
     np.testing.assert_allclose(singular_values(found)[:rank], singular_values(wanted), atol=1e-6)
     residuals = decompose(found).residuals[:rank]
@@ -81,7 +92,8 @@ def test_all_samples_as_centres_are_the_exact_kernel(kind, x64):
 
 
 @pytest.mark.parametrize(
-    ("kind", "checked"), [(PrincipalComponents, 3), pytest.param(ReducedRank, 1, marks=pytest.mark.slow)]
+    ("kind", "checked"),
+    [(PrincipalComponents, 3), pytest.param(ReducedRank, 1, marks=pytest.mark.slow)],
 )
 def test_ranks_by_masking(kind, checked, x64):
     x, y = (np.asarray(a) for a in lagged_pairs(states(25)))
@@ -99,9 +111,12 @@ def test_ranks_by_masking(kind, checked, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [Linear(), Polynomial(3), RBF(1.0)], ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize(
+    "kernel", [Linear(), Polynomial(3), RBF(1.0)], ids=lambda k: type(k).__name__
+)
 def test_float32_on_whole_kernel_matrices(kernel):
-    # A cut-off that grew with the samples lost directions (RBF); Cholesky's rounding made up others (cubic, linear).
+    # A cut-off that grew with the samples lost directions (RBF); Cholesky's rounding made up others
+    # (cubic, linear).
     path = states(300)
     x, y = path[:-1], path[1:]
     rank = 3 if isinstance(kernel, Linear) else 8
@@ -130,7 +145,9 @@ def test_directions_that_alpha_has_shrunk_are_no_cause_for_doubt(samples, x64):
     weights = np.zeros_like(y)
     for _ in range(4):  # each step regresses what the ones before left over
         left_over = y - values(x, x) @ weights
-        weights = weights + np.linalg.solve(values(x, x) + samples * 1e-5 * np.eye(samples), left_over)
+        weights = weights + np.linalg.solve(
+            values(x, x) + samples * 1e-5 * np.eye(samples), left_over
+        )
     wanted = values(at, x) @ weights
     np.testing.assert_allclose(predict(found, at), wanted, atol=1e-5)
 
@@ -146,7 +163,9 @@ def test_the_default_regularisation_follows_the_kernel(x64):
         np.testing.assert_allclose(eigenvalues(found)[:2], eigenvalues(wanted)[:2], rtol=1e-8)
         mean = scale**2 * np.mean(np.sum(x**2, 1))
         np.testing.assert_allclose(found.alpha, 8 * 2.0**-52 * mean, rtol=1e-10)
-        np.testing.assert_allclose(eigenvalues(fit(KINDS[kind](), x, y))[:2], eigenvalues(found)[:2], rtol=1e-8)
+        np.testing.assert_allclose(
+            eigenvalues(fit(KINDS[kind](), x, y))[:2], eigenvalues(found)[:2], rtol=1e-8
+        )
         centres = fit_kernel(kind, scale * x, scale * y, Linear(), scale * x[:9])
         np.testing.assert_allclose(centres.alpha, 8 * 2.0**-52 * mean, rtol=1e-8)
         np.testing.assert_allclose(eigenvalues(centres)[:2], eigenvalues(wanted)[:2], rtol=1e-6)
@@ -159,9 +178,15 @@ def test_the_default_regularisation_follows_the_kernel(x64):
 
 def test_a_singular_kernel_matrix_is_named():
     x, y = lagged_pairs(states(30))
-    for estimator, rank in ((Ridge(0.0), 30), (PrincipalComponents(4, 0.0), 4), (ReducedRank(2, 0.0), 30)):
+    for estimator, rank in (
+        (Ridge(0.0), 30),
+        (PrincipalComponents(4, 0.0), 4),
+        (ReducedRank(2, 0.0), 30),
+    ):
         name = type(estimator).__name__
-        with pytest.raises(ValueError, match=f"{name} needs rank {rank}, K has rank 3 of 30. Pass alpha > 0"):
+        with pytest.raises(
+            ValueError, match=f"{name} needs rank {rank}, K has rank 3 of 30. Pass alpha > 0"
+        ):
             fit(estimator, x, y, kernel=Linear())
     # Three principal directions there are; under jit the rank found is reported.
     assert np.isfinite(fit(PrincipalComponents(3, 0.0), x, y, kernel=Linear()).core).all()
@@ -173,7 +198,8 @@ def test_a_singular_kernel_matrix_is_named():
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [Linear(), Polynomial(3, offset=0.0)])
 @pytest.mark.parametrize(
-    ("kind", "solver"), [("pcr", "dense"), ("pcr", "krylov"), ("reduced_rank", "dense"), ("reduced_rank", "spectral")]
+    ("kind", "solver"),
+    [("pcr", "dense"), ("pcr", "krylov"), ("reduced_rank", "dense"), ("reduced_rank", "spectral")],
 )
 def test_the_scale_of_states_changes_nothing(kind, solver, kernel):
     # Squares of kernel values overflowed at 1e5, and vanished at 1e-10.
@@ -184,15 +210,21 @@ def test_the_scale_of_states_changes_nothing(kind, solver, kernel):
         found = fit_kernel(kind, *lagged_pairs(np.float32(scale) * path), kernel, solver=solver)
         np.testing.assert_allclose(eigenvalues(found), eigenvalues(wanted), atol=5e-3)
         np.testing.assert_allclose(singular_values(found), singular_values(wanted), atol=5e-3)
-        np.testing.assert_allclose(found.singular_values / scale**degree, wanted.singular_values, rtol=1e-2)
-        np.testing.assert_allclose(predict(found, scale * path[:5]) / scale, predict(wanted, path[:5]), atol=0.05)
+        np.testing.assert_allclose(
+            found.singular_values / scale**degree, wanted.singular_values, rtol=1e-2
+        )
+        np.testing.assert_allclose(
+            predict(found, scale * path[:5]) / scale, predict(wanted, path[:5]), atol=0.05
+        )
 
 
 @pytest.mark.parametrize("transform", [lambda function: function, jax.jit])
 def test_kernel_matrices_that_memory_cannot_hold_are_refused_before_they_are_made(transform):
     x = np.ones((10**6, 1), np.float32)
     for estimator, wanted in ((Ridge(), r"2.8e\+04 GB of"), (ReducedRank(2), r"1.2e\+04 GB of")):
-        with pytest.raises(ValueError, match=rf"`centres` must be given .* 1000000 states, .* {wanted}"):
+        with pytest.raises(
+            ValueError, match=rf"`centres` must be given .* 1000000 states, .* {wanted}"
+        ):
             transform(lambda x, estimator=estimator: fit(estimator, x, x, kernel=RBF(1.0)))(x)
 
 
@@ -216,9 +248,13 @@ def test_states_that_are_all_but_one_to_the_kernel_are_named(kernel):
     for kind, centres in (("pcr", None), ("ridge", x[:9])):
         with pytest.warns(UserWarning, match=r"k\(x, x\) varies about its mean") as seen:
             fit_kernel(kind, x, y, kernel, centres)
-        assert not any("center=True" in str(warning.message) for warning in seen)  # which these do not take
+        assert not any(
+            "center=True" in str(warning.message) for warning in seen
+        )  # which these do not take
     fit_kernel("pcr", x - x.mean(0)[None], y - x.mean(0)[None], RBF(1.0))
-    fit_kernel("pcr", np.ones_like(x), np.ones_like(x), kernel)  # the states are one, and nothing is lost
+    fit_kernel(
+        "pcr", np.ones_like(x), np.ones_like(x), kernel
+    )  # the states are one, and nothing is lost
 
 
 @pytest.mark.parametrize(
@@ -226,7 +262,11 @@ def test_states_that_are_all_but_one_to_the_kernel_are_named(kernel):
     [
         (lambda a, b: jnp.exp(-jnp.sum((a - b) ** 2, 1)), ValueError, r"got shape \(6,\)"),
         (lambda a, b: None, TypeError, "`kernel` must give an array of kernel values, got None"),
-        (lambda a, b: (a @ b.T).astype(complex), TypeError, "real floating-point numbers, got complex64"),
+        (
+            lambda a, b: (a @ b.T).astype(complex),
+            TypeError,
+            "real floating-point numbers, got complex64",
+        ),
         (lambda a, b: jnp.log(a @ b.T - 1), ValueError, "`kernel` must give finite values"),
         (lambda a, b: a @ (b @ jnp.asarray([[1.0, 0.0], [6.0, 3.0]])).T, ValueError, "symm"),
         (lambda a, b: -(a @ b.T), ValueError, "`kernel` must be positive semidefinite"),
@@ -245,7 +285,9 @@ def test_what_is_no_kernel_is_refused(kernel, error, words):
 def test_an_alpha_below_the_rounding_of_a_factor_is_said():
     x, y = lagged_pairs(states(200).astype(np.float32))
     kernel = Polynomial(3)
-    with pytest.warns(UserWarning, match="orthonormal only to .* rounding of float32 outweighs `alpha`"):
+    with pytest.warns(
+        UserWarning, match="orthonormal only to .* rounding of float32 outweighs `alpha`"
+    ):
         fit(ReducedRank(8, 1e-6, solver="krylov"), x, y, kernel=kernel)
     fit(ReducedRank(8, 1e-3, solver="krylov"), x, y, kernel=kernel)
     fit(ReducedRank(8, 1e-6), x, y, kernel=kernel)
@@ -267,7 +309,9 @@ def test_kernels_of_no_overlap_are_named(number):
 
 def test_features_that_do_not_vary_are_named():
     x = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
-    with pytest.raises(ValueError, match=r"got k\(x, centres\) = 0, as all are far from the centres"):
+    with pytest.raises(
+        ValueError, match=r"got k\(x, centres\) = 0, as all are far from the centres"
+    ):
         fit(Ridge(), x, 0.7 * x, kernel=RBF(2.0), centres=x[:20] + 100)
     with pytest.raises(ValueError, match="features that vary, got constant ones alone"):
         fit(Ridge(), np.full_like(x, 3), np.full_like(x, 3), center=True)
@@ -275,7 +319,9 @@ def test_features_that_do_not_vary_are_named():
 
 def said(path, alpha=None, **options):
     """Return the first words of each warning of a fit of consecutive states."""
-    return [words[:40] for words in warned(lambda: fit(Ridge(alpha), path[:-1], path[1:], **options))]
+    return [
+        words[:40] for words in warned(lambda: fit(Ridge(alpha), path[:-1], path[1:], **options))
+    ]
 
 
 PATH = follow(np.diag([0.9, 0.5, -0.3]), 399, 0.3, np.random.default_rng(0))
@@ -290,19 +336,25 @@ DELAYS = np.stack([TONES[3 - i : 450 - i] for i in range(4)], 1)
     ids=["nothing", "intercept", "alpha"],
 )
 def test_a_linear_kernel_warns_as_its_features_do(states, alpha, words, number, x64):
-    found = said(states, alpha, kernel=Linear(), centres=None if number is None else states[:number])
+    found = said(
+        states, alpha, kernel=Linear(), centres=None if number is None else states[:number]
+    )
     assert found == said(states, alpha)
     assert [words in one for one in found] == [True] * bool(words)
 
 
 def test_other_kernels_and_few_pairs_have_no_such_warnings(x64):
     assert said(PATH + 5.0, kernel=RBF(5.0)) == []
-    few = np.random.default_rng(0).normal(size=(30, 40))  # fewer pairs than features: nothing to test
+    few = np.random.default_rng(0).normal(
+        size=(30, 40)
+    )  # fewer pairs than features: nothing to test
     assert said(few, kernel=Linear()) == []
 
 
 def test_a_large_alpha_of_a_krylov_fit_is_named():
     """The mean of the kept eigenvalues, at most tr K / r, is a bound of the last one."""
     x = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
-    with pytest.warns(UserWarning, match=r"`alpha` \(3\) exceeds eigenvalue 4 of k\(X, X\) / n \(0.25\)"):
+    with pytest.warns(
+        UserWarning, match=r"`alpha` \(3\) exceeds eigenvalue 4 of k\(X, X\) / n \(0.25\)"
+    ):
         fit(ReducedRank(4, alpha=3.0, solver="krylov"), x[:-1], x[1:], kernel=RBF(1.0))

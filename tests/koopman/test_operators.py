@@ -33,7 +33,11 @@ from koopman import (
 )
 from koopman._operators import _findings as findings
 
-ESTIMATORS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 3), "reduced_rank": partial(ReducedRank, 3)}
+ESTIMATORS = {
+    "ridge": Ridge,
+    "pcr": partial(PrincipalComponents, 3),
+    "reduced_rank": partial(ReducedRank, 3),
+}
 
 
 def fit_kind(kind, *data, alpha=None, **options):
@@ -91,13 +95,21 @@ def test_estimators_are_their_definitions(alpha, x64):
     np.testing.assert_allclose(operator_matrix(fit(Ridge(alpha), x, y)), iterated, atol=1e-10)
     for kind in (PrincipalComponents, ReducedRank):
         operator = fit(kind(3, alpha), x, y)
-        np.testing.assert_allclose(operator_matrix(operator, True), defined(kind, x, y, alpha), atol=1e-10)
+        np.testing.assert_allclose(
+            operator_matrix(operator, True), defined(kind, x, y, alpha), atol=1e-10
+        )
     basis = operator.encode.matrix
     np.testing.assert_allclose(basis.T @ regular @ basis, np.eye(3), atol=1e-10)
 
 
 @pytest.mark.parametrize(
-    ("kind", "route"), [("ridge", "qr"), ("pcr", "covariance"), ("reduced_rank", "qr"), ("reduced_rank", "covariance")]
+    ("kind", "route"),
+    [
+        ("ridge", "qr"),
+        ("pcr", "covariance"),
+        ("reduced_rank", "qr"),
+        ("reduced_rank", "covariance"),
+    ],
 )
 def test_squares_near_the_ends_of_float32_are_right_or_refused(kind, route):
     states = linear_trajectory(d=3)[1].astype(np.float32)
@@ -110,7 +122,9 @@ def test_squares_near_the_ends_of_float32_are_right_or_refused(kind, route):
         np.testing.assert_allclose(found.singular_values / scale, wanted.singular_values, rtol=1e-2)
     for scale in (1e-25, 1e-18, 1e18, 1e25):
         x, y = lagged_pairs(np.float32(scale) * states)
-        with pytest.raises(ValueError, match="`x` must have a mean square from .* to .*Scale the data"):
+        with pytest.raises(
+            ValueError, match="`x` must have a mean square from .* to .*Scale the data"
+        ):
             fit_kind(kind, x, y, route=route)
 
 
@@ -126,7 +140,11 @@ def test_the_default_regularisation_follows_the_data(kind, data):
     states = linear_trajectory()[1].astype(np.float32)
     wanted = np.asarray(eigenvalues(fit_kind(kind, *lagged_pairs(states))))
     plain = partial(fit_kind, kind)
-    fit_data = {"known": plain, "traced": jax.jit(plain), "moments": lambda x, y: plain(moments(x, y))}[data]
+    fit_data = {
+        "known": plain,
+        "traced": jax.jit(plain),
+        "moments": lambda x, y: plain(moments(x, y)),
+    }[data]
     for scale in (1e-3, 1e3):
         x, y = (np.asarray(a, np.float32) for a in lagged_pairs(scale * states))
         alpha = (5 * 2.0**-23) ** 2 * np.sum(x.astype(float) ** 2) / len(x)
@@ -139,14 +157,23 @@ def test_the_default_regularisation_follows_the_data(kind, data):
 def test_a_given_alpha_is_in_units_of_the_data(kind):
     states = linear_trajectory()[1].astype(np.float32)
     wanted = np.asarray(eigenvalues(fit_kind(kind, *lagged_pairs(states))))
-    with pytest.warns(UserWarning, match=r"`alpha` \(1e-06\) suppresses . directions .* that predict"):
+    with pytest.warns(
+        UserWarning, match=r"`alpha` \(1e-06\) suppresses . directions .* that predict"
+    ):
         fixed = eigenvalues(fit_kind(kind, *lagged_pairs(1e-3 * states), alpha=1e-6))
     assert np.abs(np.abs(fixed) - np.abs(wanted)).max() > 0.1
 
 
 @pytest.mark.parametrize(
     ("strength", "rank", "alpha", "directions"),
-    [(0.1, 3, 1e-5, 0), (0.1, 3, 0.3, 1), (1.0, 3, 0.3, 0), (1.0, 3, 30.0, 3), (10.0, 3, 30.0, 0), (0.1, 2, 30.0, 2)],
+    [
+        (0.1, 3, 1e-5, 0),
+        (0.1, 3, 0.3, 1),
+        (1.0, 3, 0.3, 0),
+        (1.0, 3, 30.0, 3),
+        (10.0, 3, 30.0, 0),
+        (0.1, 2, 30.0, 2),
+    ],
 )
 def test_an_alpha_that_suppresses_what_predicts_is_named(strength, rank, alpha, directions, x64):
     """Directions with b^4 > .01 whose F statistic is above 10: where there are any it is 158, .6, 527, 4.9, 80 490."""
@@ -154,7 +181,9 @@ def test_an_alpha_that_suppresses_what_predicts_is_named(strength, rank, alpha, 
     x = rng.normal(size=(500, 3)) * [3.0, 1.0, 0.1]
     y = x + strength * rng.normal(size=x.shape)
     said = warned(lambda: fit(PrincipalComponents(rank, alpha), x, y))
-    assert [f"suppresses {directions} direc" in words for words in said] == [True] * (directions > 0)
+    assert [f"suppresses {directions} direc" in words for words in said] == [True] * (
+        directions > 0
+    )
     assert not warned(lambda: jax.jit(lambda alpha: fit(Ridge(alpha), x, x).core)(30.0))
 
 
@@ -169,7 +198,8 @@ def misses_intercept(kind, streamed, path, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "streamed"), [("ridge", False), ("ridge", True), ("pcr", False), ("reduced_rank", True)]
+    ("kind", "streamed"),
+    [("ridge", False), ("ridge", True), ("pcr", False), ("reduced_rank", True)],
 )
 def test_a_missing_intercept_is_named(kind, streamed, x64):
     rng = np.random.default_rng(1)
@@ -179,7 +209,9 @@ def test_a_missing_intercept_is_named(kind, streamed, x64):
     assert said(path + 3.0)
     assert not said(path + 3.0, center=True)
     assert not said(np.column_stack([path + 3.0, np.ones(len(path))]))
-    assert not said(np.column_stack([path[:, :4] + 3.0, 1 - path[:, :1], path[:, :1]]))  # ones are in the span
+    assert not said(
+        np.column_stack([path[:, :4] + 3.0, 1 - path[:, :1], path[:, :1]])
+    )  # ones are in the span
     for _ in range(3):
         noise = rng.normal(size=(301, 5))
         assert not said(noise - noise.mean(0))
@@ -221,7 +253,9 @@ def cycle_of_four(dtype):
 )
 def test_a_rank_that_cuts_through_equal_singular_values_is_named(kind, rank, dtype, precision):
     x, y = cycle_of_four(dtype)
-    with pytest.warns(UserWarning, match=rf"Singular values {rank} and {rank + 1} agree.*rank {rank} .*Use rank"):
+    with pytest.warns(
+        UserWarning, match=rf"Singular values {rank} and {rank + 1} agree.*rank {rank} .*Use rank"
+    ):
         fit(kind(rank), x, y)
 
 
@@ -241,12 +275,15 @@ def test_a_rank_between_unequal_singular_values_is_not_named(dtype, precision):
 
 @pytest.mark.parametrize(("solver", "d"), [("krylov", 3), ("krylov", 40), ("randomized", 40)])
 @pytest.mark.parametrize(
-    ("kind", "route"), [(ReducedRank, "auto"), (PrincipalComponents, "qr"), (PrincipalComponents, "covariance")]
+    ("kind", "route"),
+    [(ReducedRank, "auto"), (PrincipalComponents, "qr"), (PrincipalComponents, "covariance")],
 )
 def test_iterative_solvers_find_the_definitions(kind, route, solver, d, x64):
     x, y = (np.asarray(a) for a in lagged_pairs(linear_trajectory(d=d)[1]))
     found = operator_matrix(fit(kind(3, solver=solver), x, y, route=route))
-    np.testing.assert_allclose(found, defined(kind, x, y, 0.0), atol=1e-6 if solver == "krylov" else 1e-2)
+    np.testing.assert_allclose(
+        found, defined(kind, x, y, 0.0), atol=1e-6 if solver == "krylov" else 1e-2
+    )
 
 
 @LARGE_ALPHA
@@ -257,7 +294,9 @@ def test_streamed_moments_fit_as_the_data_do(kind, center):
     x, y = (np.asarray(a, np.float32) + 1 for a in lagged_pairs(linear_trajectory()[1]))
     y = y + 0.5  # drift: the mean of y is not that of x
     o = np.sin(y[:, :2])
-    streamed = scan_moments(x.reshape(8, 50, 5), y.reshape(8, 50, 5), observable=o.reshape(8, 50, 2), center=center)
+    streamed = scan_moments(
+        x.reshape(8, 50, 5), y.reshape(8, 50, 5), observable=o.reshape(8, 50, 2), center=center
+    )
     whole = fit_kind(kind, x, y, alpha=1e-3, observable=o, center=center)
     found = fit_kind(kind, streamed, alpha=1e-3)
     np.testing.assert_allclose(operator_matrix(found), operator_matrix(whole), atol=2e-3)
@@ -283,7 +322,8 @@ TIME = np.arange(4000)
 COSINE = np.cos(0.01 * TIME)
 TONES = np.cos(0.0445 * TIME) + 0.3 * np.cos(0.1247 * TIME)
 TURN = np.linalg.qr(np.random.default_rng(0).normal(size=(25, 25)))[0]
-# Series, delays, pairs, steps ahead, noise, dtype, and the error over the spread that the default is to reach.
+# Series, delays, pairs, steps ahead, noise, dtype, and the error over the spread that the default
+# is to reach.
 FORECASTS = {
     "cosine of 40 delays": (COSINE, 40, 800, 3140, 0.0, float, 7e-12),
     "noise 1e-6": (TONES, 12, 1000, 400, 1e-6, float, 1e-4),
@@ -312,12 +352,16 @@ def test_the_default_forecasts_far_ahead(name):
     assert not operator.given
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("ridge", float), ("pcr", float), ("reduced_rank", np.float32)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("ridge", float), ("pcr", float), ("reduced_rank", np.float32)]
+)
 def test_units_of_columns_drop_no_direction(kind, dtype, precision):
     x, y = (a.astype(dtype) for a in lagged_pairs(linear_trajectory(d=3)[1]))
     units = np.asarray([1, 2.0**-40, 2.0**30], dtype)
     for alpha in (None, 0.0):
-        one, other = (fit_kind(kind, x * u, y * u, alpha=alpha) for u in (np.ones((1, 3), dtype), units[None]))
+        one, other = (
+            fit_kind(kind, x * u, y * u, alpha=alpha) for u in (np.ones((1, 3), dtype), units[None])
+        )
         assert int(other.effective_rank) == 3
         tol = 1e-9 if dtype is float else 1e-3
         np.testing.assert_allclose(eigenvalues(other), eigenvalues(one), atol=tol)
@@ -351,8 +395,18 @@ SEASON = delays(0.5 * TIME[:600] + np.sin(2 * np.pi * TIME[:600] / 12), 4)
 # States, forecasts {steps: value} from the last one and eigenvalues.
 DECAY = 2 + 8 * 0.9 ** np.arange(31)[::-1, None]
 AFFINE = {
-    "decay": (DECAY[::-1][:31], DECAY[-1:], {1: 9.2, 5: 6.72392, 20: 2.97261, 200: 2.00000000564}, [0.9]),
-    "growth": (2 + 0.1 * 1.2 ** np.arange(20)[:, None], np.full((1, 1), 3.0), {10: 2 + 1.2**10}, [1.2]),
+    "decay": (
+        DECAY[::-1][:31],
+        DECAY[-1:],
+        {1: 9.2, 5: 6.72392, 20: 2.97261, 200: 2.00000000564},
+        [0.9],
+    ),
+    "growth": (
+        2 + 0.1 * 1.2 ** np.arange(20)[:, None],
+        np.full((1, 1), 3.0),
+        {10: 2 + 1.2**10},
+        [1.2],
+    ),
     "drift": (np.arange(51.0)[:, None], np.full((1, 1), 50.0), {1: 51.0, 100: 150.0}, [1.0]),
     "season": (SEASON[:150], SEASON[150:151], {1: SEASON[151], 240: SEASON[390]}, [1, 1, 1, 0]),
 }
@@ -364,19 +418,30 @@ def test_affine_maps_are_exact(name, streamed, x64):
     states, start, wanted, moduli = AFFINE[name]
     x, y = states[:-1], states[1:]
     data = (moments(x, y, center=True),) if streamed else (x, y)
-    operator = fit(Ridge(None if name == "season" else 0.0), *data, **({} if streamed else {"center": True}))
+    operator = fit(
+        Ridge(None if name == "season" else 0.0), *data, **({} if streamed else {"center": True})
+    )
     for steps, value in wanted.items():
-        np.testing.assert_allclose(predict(operator, start, steps)[0], value, rtol=2e-6 if steps == 20 else 1e-9)
+        np.testing.assert_allclose(
+            predict(operator, start, steps)[0], value, rtol=2e-6 if steps == 20 else 1e-9
+        )
     found, held = decompose(operator), modes(operator)
     np.testing.assert_allclose(np.abs(found.eigenvalues), moduli, atol=1e-9)
     np.testing.assert_allclose(found.residuals, 0, atol=1e-6)  # a drift is none
     np.testing.assert_allclose(risk(operator, x, y), 0, atol=1e-18 * np.max(x**2))
-    np.testing.assert_allclose(np.var(np.asarray(right_eigenfunctions(operator, x, found))[:, 0]), 1, rtol=1e-9)
-    if name in ("decay", "growth"):  # psi is proportional to x - 2, and the constant's mode is the fixed point
+    np.testing.assert_allclose(
+        np.var(np.asarray(right_eigenfunctions(operator, x, found))[:, 0]), 1, rtol=1e-9
+    )
+    if name in (
+        "decay",
+        "growth",
+    ):  # psi is proportional to x - 2, and the constant's mode is the fixed point
         values = np.real(right_eigenfunctions(operator, np.asarray([[2.0], [3.0], [5.0]])))[:, 0]
         np.testing.assert_allclose(values / values[1], [0, 1, 3], atol=1e-9)
         np.testing.assert_allclose(held.constant, 2, rtol=1e-9)
-        growth = np.asarray(right_eigenfunctions(operator, start)) * np.asarray(found.eigenvalues) ** 4
+        growth = (
+            np.asarray(right_eigenfunctions(operator, start)) * np.asarray(found.eigenvalues) ** 4
+        )
         ahead = growth @ np.asarray(held.amplitudes) + np.asarray(held.constant)
         np.testing.assert_allclose(ahead, predict(operator, start, 5), rtol=1e-9)
     if name == "decay":  # without the intercept the step is no linear one: the negative control
@@ -386,7 +451,9 @@ def test_affine_maps_are_exact(name, streamed, x64):
 
 def test_images_as_observables():
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
-    images = np.einsum("ni,hi,wi->nhw", y, *np.random.default_rng(0).normal(size=(2, 3, 5))).astype(np.float32)
+    images = np.einsum("ni,hi,wi->nhw", y, *np.random.default_rng(0).normal(size=(2, 3, 5))).astype(
+        np.float32
+    )
     forecast = predict(fit(Ridge(), x, y, observable=images), x[:6], [1, 4])
     assert forecast.shape == (2, 6, 3, 3)
     flat = predict(fit(Ridge(), x, y, observable=images.reshape(-1, 9)), x[:6], [1, 4])
@@ -409,7 +476,11 @@ def test_rounding_is_no_direction_of_the_data(samples, width, rank, kind, route,
     rng = np.random.default_rng(samples)
     x = rng.normal(size=(samples, rank)) @ rng.normal(size=(rank, width))
     y = x @ rng.normal(size=(width, width)) / width
-    whole = {"ridge": Ridge(), "pcr": PrincipalComponents(width), "reduced_rank": ReducedRank(width)}
+    whole = {
+        "ridge": Ridge(),
+        "pcr": PrincipalComponents(width),
+        "reduced_rank": ReducedRank(width),
+    }
     found = fit(whole[kind], x, y, route=route)
     assert int(found.effective_rank) == rank
     np.testing.assert_allclose(predict(found, x), y, atol=1e-3)
@@ -420,7 +491,11 @@ def test_a_singular_covariance_is_named():
     x, y = (np.concatenate([a, a[:, :1]], 1) for a in (x, y))
     with pytest.raises(ValueError, match="Ridge needs rank 6, C_x has rank 5 of 6. Pass alpha > 0"):
         fit(Ridge(0.0), x, y)
-    for estimator in (Ridge(), PrincipalComponents(2), ReducedRank(2)):  # alpha follows the data: to zero
+    for estimator in (
+        Ridge(),
+        PrincipalComponents(2),
+        ReducedRank(2),
+    ):  # alpha follows the data: to zero
         with pytest.raises(ValueError, match="C_x has rank 0 of 6"):
             fit(estimator, 0 * x, 0 * y)
     # Five principal directions there are.
@@ -434,7 +509,9 @@ def test_latent_functions_not_in_use_are_zero():
     for third in (0.0, 1.0):  # of which no warning speaks
         x = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
         x[:, 2] = third * x[:, 1]
-        np.testing.assert_allclose(np.diagonal(fit(Ridge(1e-3), x, 0.5 * x).gram_x), [1, 1, 0], atol=2e-3)
+        np.testing.assert_allclose(
+            np.diagonal(fit(Ridge(1e-3), x, 0.5 * x).gram_x), [1, 1, 0], atol=2e-3
+        )
 
 
 def wide_pairs(d, n, seeds=None, decades=1):
@@ -461,9 +538,13 @@ AUTO_CASES = [
 
 @pytest.mark.parametrize("route", ["auto", "covariance"])
 @pytest.mark.parametrize(("estimator", "d"), AUTO_CASES)
-def test_second_moments_give_the_same_operator_if_the_data_outweigh_their_rounding(estimator, d, route, x64):
+def test_second_moments_give_the_same_operator_if_the_data_outweigh_their_rounding(
+    estimator, d, route, x64
+):
     x, y = wide_pairs(d, 3 * d)
-    alpha = (d * 2.0**-52) ** 2 * np.sum(x**2) / len(x)  # the default; given, the next test has the same programs
+    alpha = (
+        (d * 2.0**-52) ** 2 * np.sum(x**2) / len(x)
+    )  # the default; given, the next test has the same programs
     exact = fit(estimator(alpha), x, y, route="qr")
     quick = fit(estimator(alpha), x, y, route=route)
     H = operator_matrix(exact)
@@ -483,7 +564,9 @@ def test_below_that_the_features_are_factored(estimator, d, x64):
     """As by QR, whatever `alpha` is: undone shrinkage sees the data through it."""
 
     def assert_near(array, wanted):
-        np.testing.assert_allclose(array, wanted, rtol=0, atol=1e-12 * np.max(np.abs(wanted), initial=1e-300))
+        np.testing.assert_allclose(
+            array, wanted, rtol=0, atol=1e-12 * np.max(np.abs(wanted), initial=1e-300)
+        )
 
     x, y = wide_pairs(d, 3 * d, decades=6)
     same = [fit(estimator(1e-8 * np.sum(x**2) / len(x)), x, y, route=by) for by in ("auto", "qr")]
@@ -492,7 +575,9 @@ def test_below_that_the_features_are_factored(estimator, d, x64):
 
 @LARGE_ALPHA
 @LOW_RANK
-@pytest.mark.parametrize(("d", "number", "dtype"), [(70, 79, np.float64), (63, 200, np.float64), (70, 210, np.float32)])
+@pytest.mark.parametrize(
+    ("d", "number", "dtype"), [(70, 79, np.float64), (63, 200, np.float64), (70, 210, np.float32)]
+)
 def test_few_features_or_pairs_and_float32_are_factored_bit_for_bit(d, number, dtype, precision):
     """Else "auto" has both routes in one program."""
     x, y = (part.astype(dtype) for part in wide_pairs(d, number))
@@ -501,7 +586,9 @@ def test_few_features_or_pairs_and_float32_are_factored_bit_for_bit(d, number, d
 
 
 @LARGE_ALPHA
-@pytest.mark.parametrize("axes", [(None, None, 0), pytest.param((0, 0, None), marks=pytest.mark.slow), (0, 0, 0)])
+@pytest.mark.parametrize(
+    "axes", [(None, None, 0), pytest.param((0, 0, None), marks=pytest.mark.slow), (0, 0, 0)]
+)
 def test_members_of_a_sweep_decide_together(axes, x64):
     """With data of one member that need it all go by QR; else a sweep equals its members in turn."""
 
@@ -512,12 +599,18 @@ def test_members_of_a_sweep_decide_together(axes, x64):
     thin = [np.stack([part[0] * np.logspace(0, -6, 70), part[1]]) for part in (x, y)]
     alphas = np.array([1e-5, 1e-3]) * np.sum(x**2) / x.shape[1] / 2
     given, thin = (
-        [part if axis == 0 else jnp.asarray(part[0]) for part, axis in zip((*data, alphas), axes, strict=True)]
+        [
+            part if axis == 0 else jnp.asarray(part[0])
+            for part, axis in zip((*data, alphas), axes, strict=True)
+        ]
         for data in ((x, y), thin)
     )
     sweep = jax.jit(jax.vmap(matrix, axes))
     one = jax.jit(matrix)
-    members = [[part if axis is None else part[i] for part, axis in zip(given, axes, strict=True)] for i in (0, 1)]
+    members = [
+        [part if axis is None else part[i] for part, axis in zip(given, axes, strict=True)]
+        for i in (0, 1)
+    ]
     alone = np.stack([one(*member) for member in members])
     assert np.linalg.norm(np.asarray(sweep(*given)) - alone) < 1e-7 * np.linalg.norm(alone)
     exact = jax.jit(jax.vmap(partial(matrix, route="qr"), axes))(*thin)
@@ -534,7 +627,9 @@ def test_another_number_of_pairs_compiles_nothing(center):
                 fit(estimator, x[:number], y[:number], center=center)
 
         fitted(200)
-        assert not compilations(lambda: fitted(5, 12, 37, 201, 399))  # fewer pairs than columns, too
+        assert not compilations(
+            lambda: fitted(5, 12, 37, 201, 399)
+        )  # fewer pairs than columns, too
 
 
 def test_fit_warns_of_what_diagnose_finds():
@@ -550,19 +645,27 @@ def test_fit_warns_of_what_diagnose_finds():
     assert diagnose(fit(Ridge(), *pairs, center=True), *pairs) == ()
     page = (Path(__file__).parents[2] / "docs" / "koopman.md").read_text()
     named = set(
-        re.findall(r"\"(\w+)\"", re.search(r"Their names are(.*?)The last two", diagnose.__doc__, re.DOTALL)[1])
+        re.findall(
+            r"\"(\w+)\"",
+            re.search(r"Their names are(.*?)The last two", diagnose.__doc__, re.DOTALL)[1],
+        )
     )
     assert len(named) == 12
     assert all(f"`{name}`" in page for name in named)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         stacked = jax.vmap(lambda x: fit(ReducedRank(3, 100.0), x, x))(np.stack([pairs.x] * 2))
-    with pytest.raises(ValueError, match=r"`operator` must be one known operator, got `core` of shape \(2, 3, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"`operator` must be one known operator, got `core` of shape \(2, 3, 3\)"
+    ):
         diagnose(stacked, *pairs)
     few = moments(pairs.x[:, :2], pairs.y[:, :2])
     for data, words in (
         ((pairs.x,), "`y` must be given with `x`, got None"),
-        ((pairs.x[:, :2], pairs.y[:, :2]), "`x` must have 3 columns, as the operator was fitted, got 2"),
+        (
+            (pairs.x[:, :2], pairs.y[:, :2]),
+            "`x` must have 3 columns, as the operator was fitted, got 2",
+        ),
         ((few,), "`x` must have 3 columns, as the operator was fitted, got 2"),
         ((moments(*pairs), pairs.y), "`y` must be None with moments"),
     ):
@@ -570,7 +673,9 @@ def test_fit_warns_of_what_diagnose_finds():
             diagnose(operator, *data)
     with warnings.catch_warnings(action="ignore"):
         of_kernel = fit(ReducedRank(2, 1e-3), *pairs, kernel=Linear())
-    with pytest.raises(ValueError, match="`x` must be the states of a fit with a kernel, got moments"):
+    with pytest.raises(
+        ValueError, match="`x` must be the states of a fit with a kernel, got moments"
+    ):
         diagnose(of_kernel, moments(*pairs))
 
 
@@ -585,19 +690,29 @@ def test_snapshots_in_columns_are_hinted_at_once():
         fit(Ridge(), *pairs, kernel=Linear())
         fit(Ridge(), *lagged_pairs(snapshots.T))
         jax.eval_shape(lambda x, y: fit(Ridge(), x, y), *pairs)
-    with pytest.warns(UserWarning, match=r"fewer pairs than directions .*\[features, time\], pass the transpose x.T"):
+    with pytest.warns(
+        UserWarning,
+        match=r"fewer pairs than directions .*\[features, time\], pass the transpose x.T",
+    ):
         fit(Ridge(), *pairs)
 
 
 def test_columns_that_principal_components_do_not_see_are_named(x64):
     x, y = lagged_pairs(linear_trajectory(d=3)[1])
     units = np.array([[1, 1e9, 1e9]])
-    with pytest.warns(UserWarning, match="Column 0 of `x` is too small beside the largest for the default `alpha`"):
+    with pytest.warns(
+        UserWarning, match="Column 0 of `x` is too small beside the largest for the default `alpha`"
+    ):
         fit(PrincipalComponents(2), x * units, y * units)
     # All directions have no order: they are ridge regression's.
-    found, wanted = (eigenvalues(fit(kind, x * units, y * units)) for kind in (PrincipalComponents(3), Ridge()))
+    found, wanted = (
+        eigenvalues(fit(kind, x * units, y * units)) for kind in (PrincipalComponents(3), Ridge())
+    )
     np.testing.assert_allclose(found, wanted, atol=1e-9)
-    with pytest.raises(ValueError, match="`x` must have a mean square from"), np.errstate(over="ignore"):
+    with (
+        pytest.raises(ValueError, match="`x` must have a mean square from"),
+        np.errstate(over="ignore"),
+    ):
         fit(Ridge(), x * 1e160, y * 1e160)
 
 
@@ -605,7 +720,9 @@ def test_columns_that_principal_components_do_not_see_are_named(x64):
 def test_a_linear_kernel_is_explicit_features_by_default(has_kernel, num_centres, x64):
     """A tone 300 times weaker than another had modulus .99886 with one, and 1 with the other."""
     x = np.stack([np.cos(0.3 * TIME[:200]), np.sin(0.3 * TIME[:200])], 1)
-    x = np.concatenate([x, np.stack([np.cos(0.7 * TIME[:200]), np.sin(0.7 * TIME[:200])], 1) / 300], 1)
+    x = np.concatenate(
+        [x, np.stack([np.cos(0.7 * TIME[:200]), np.sin(0.7 * TIME[:200])], 1) / 300], 1
+    )
     kernel = Linear() if has_kernel else None
     centres = x[:num_centres] if num_centres else None
     found = eigenvalues(fit(ReducedRank(4), x[:-1], x[1:], kernel=kernel, centres=centres))
@@ -616,5 +733,7 @@ def test_an_estimator_with_an_array_of_its_own_is_refused():
     class Cut(Ridge):
         rtol: float = 0.0
 
-    with pytest.raises(TypeError, match=r"Fields of an estimator must be static, .* got \['rtol'\]"):
+    with pytest.raises(
+        TypeError, match=r"Fields of an estimator must be static, .* got \['rtol'\]"
+    ):
         Cut()

@@ -19,7 +19,9 @@ def test_digits_come_in_turn_and_in_the_order_of_the_source():
 
 
 def test_cycle_spectrum():
-    np.testing.assert_allclose(cycle_spectrum(5), np.exp(2j * np.pi * np.asarray([0, 1, -1, 2, -2]) / 5), atol=1e-15)
+    np.testing.assert_allclose(
+        cycle_spectrum(5), np.exp(2j * np.pi * np.asarray([0, 1, -1, 2, -2]) / 5), atol=1e-15
+    )
     shift = np.roll(np.eye(4), 1, 0)
     np.testing.assert_allclose(
         np.sort_complex(cycle_spectrum(4)), np.sort_complex(np.linalg.eigvals(shift)), atol=1e-12
@@ -31,6 +33,9 @@ def test_bad_input_is_refused():
     refused(
         (lambda: ordered_mnist(11), "at most 10"),
         (lambda: ordered_mnist(data="cifar"), "`name`"),
-        (lambda: ordered_mnist(2, data=Dataset("mine", zero, one, zero, one)), "every digit below 2"),
+        (
+            lambda: ordered_mnist(2, data=Dataset("mine", zero, one, zero, one)),
+            "every digit below 2",
+        ),
         (lambda: ordered_mnist(2, data=Dataset("mine", small, one, small, one)), "28 x 28"),
     )

@@ -36,9 +36,13 @@ def test_the_kept_numbers_are_ours(peers):
             ("deeptime", "affine"): 1 - float(vamp_loss(*lagged_pairs(paths["affine"]))),
             ("kooplearn", "affine"): peers.spectrum(np.asarray(eigenvalues(affine))),
         }
-    assert {(peer, name) for peer, kept in KEPT.items() for name in {*kept} - {"version"}} == {*found}
+    assert {(peer, name) for peer, kept in KEPT.items() for name in {*kept} - {"version"}} == {
+        *found
+    }
     for (peer, name), values in found.items():
-        np.testing.assert_allclose(values, KEPT[peer][name], rtol=1e-6, atol=1e-10, err_msg=f"{peer} {name}")
+        np.testing.assert_allclose(
+            values, KEPT[peer][name], rtol=1e-6, atol=1e-10, err_msg=f"{peer} {name}"
+        )
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -107,7 +107,10 @@ def test_shrinkage_is_undone(estimator, rank, part, kernel, x64):
     before, after = np.abs(fitted - exact), np.abs(undone.eigenvalues[:2] - exact)
     assert (after < 0.02 * before).all()
     # To first order, the shrinkage that is told is the one that was there.
-    size, penalised = ((undone.right.conj() * (m @ undone.right)).sum(0).real for m in (np.eye(rank), operator.penalty))
+    size, penalised = (
+        (undone.right.conj() * (m @ undone.right)).sum(0).real
+        for m in (np.eye(rank), operator.penalty)
+    )
     shares = (penalised / size)[:2]
     np.testing.assert_allclose(1 - undone.shrinkage[:2], shares**4, rtol=1e-6, atol=1e-14)
     np.testing.assert_allclose(before / np.abs(exact), shares, rtol=0.3)
@@ -121,7 +124,9 @@ def test_nothing_grows_where_alpha_outweighs_the_data(x64):
     assert np.abs(found.eigenvalues).max() < 1
     assert found.shrinkage.min() < 0.1
     np.testing.assert_array_less(np.linalg.norm(operator.cross_gram, 2), 1)
-    assert np.abs(np.linalg.eigvals(np.linalg.pinv(operator.gram_x) @ operator.cross_gram)).max() > 1
+    assert (
+        np.abs(np.linalg.eigvals(np.linalg.pinv(operator.gram_x) @ operator.cross_gram)).max() > 1
+    )
 
 
 @LARGE_ALPHA
@@ -136,13 +141,16 @@ def test_order_of_a_traced_rank_is_that_of_the_rank(x64):
 
 
 def test_residuals_unmask_spurious_eigenvalues(x64):
-    # Without noise the damped rotation's eigenpairs are exact; a feature that is noise adds one that is not.
+    # Without noise the damped rotation's eigenpairs are exact; a feature that is noise adds one
+    # that is not.
     path = np.concatenate([rotation(noise=0.0), np.random.default_rng(1).normal(size=(301, 1))], 1)
     found = decompose(fit(Ridge(0.0), *lagged_pairs(path)))
     exact = np.argsort(found.residuals)[:3]
     assert (found.residuals[exact] < 1e-6).all()
     assert found.residuals[np.setdiff1d(np.arange(4), exact)[0]] > 0.5
-    np.testing.assert_allclose(np.sort(np.abs(found.eigenvalues[exact])), [0.6, 0.95, 0.95], atol=1e-8)
+    np.testing.assert_allclose(
+        np.sort(np.abs(found.eigenvalues[exact])), [0.6, 0.95, 0.95], atol=1e-8
+    )
 
 
 def test_order_keeps_pairs_together_and_is_stable():
@@ -164,7 +172,10 @@ def test_modes_tell_times_and_growth_has_a_rate(x64):
     np.testing.assert_allclose(found.implied_time_scale[0], -0.5 / np.log(0.95), rtol=1e-7)
     np.testing.assert_allclose(found.half_life[2], 0.5 * np.log(2) / -np.log(0.6), rtol=1e-7)
     # Grows, decays and vanishes at once.
-    found = modes(eqx.tree_at(lambda o: o.core, operator, jnp.diag(jnp.asarray([1.5, -0.8, 0.0]))), time_step=0.5)
+    found = modes(
+        eqx.tree_at(lambda o: o.core, operator, jnp.diag(jnp.asarray([1.5, -0.8, 0.0]))),
+        time_step=0.5,
+    )
     np.testing.assert_allclose(found.growth, [2 * np.log(1.5), 2 * np.log(0.8), -np.inf], rtol=1e-9)
     decay = -0.5 / np.log(0.8)
     np.testing.assert_allclose(found.implied_time_scale, [np.inf, decay, 0], rtol=1e-9)
@@ -172,12 +183,15 @@ def test_modes_tell_times_and_growth_has_a_rate(x64):
 
 
 def test_shares_of_modes_have_a_sum(x64):
-    # Cosines of amplitudes 3 and 1 hold 9 and 1 of 10 parts, products of them with 1 % of the amplitude next to
-    # nothing, although they come first by modulus; a constant has no part in what varies.
+    # Cosines of amplitudes 3 and 1 hold 9 and 1 of 10 parts, products of them with 1 % of the
+    # amplitude next to nothing, although they come first by modulus; a constant has no part in what
+    # varies.
     t = np.arange(2000)
     one, two = np.exp(1j * t * 0.5), np.exp(1j * t * 1.1)
     parts = np.stack([one.real, one.imag, two.real, two.imag, (1 + 1e-9) ** t], 1)
-    parts = np.concatenate([parts, (1 + 1e-7) ** t[:, None] * np.stack([(one * two).real, (one * two).imag], 1)], 1)
+    parts = np.concatenate(
+        [parts, (1 + 1e-7) ** t[:, None] * np.stack([(one * two).real, (one * two).imag], 1)], 1
+    )
     series = parts @ np.asarray([3, 0, 1, 0, 5, 0.03, 0])
     operator = fit(Ridge(0.0), parts[:-1], parts[1:], observable=series[1:])
     found = modes(operator)
@@ -207,25 +221,35 @@ def test_host_and_device_routes_agree(monkeypatch):
 def test_shares_do_not_depend_on_the_unit_of_the_observable(size):
     x = np.random.default_rng(0).normal(size=(200, 2)).astype(np.float32)
     y = x * np.float32([[0.9, 0.5]])
-    wanted, found = (modes(fit(Ridge(), x, y, observable=np.float32(unit) * y)).share for unit in (1, size))
+    wanted, found = (
+        modes(fit(Ridge(), x, y, observable=np.float32(unit) * y)).share for unit in (1, size)
+    )
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
 def test_modes_are_printed_with_a_line_for_each_pair():
     angle = 0.3
     matrix = np.diag([0.0, 0.0, 0.8])
-    matrix[:2, :2] = 0.9 * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    matrix[:2, :2] = 0.9 * np.array(
+        [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    )
     states = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
     found = modes(fit(Ridge(), states, states @ matrix.T.astype(np.float32)), time_step=0.5)
     title, columns, pair, single = repr(found).splitlines()
     assert "time_step" in title
     assert columns.split() == ["growth", "frequency", "half-life", "share"]
-    np.testing.assert_allclose([*map(float, pair.split())][:2], [np.log(0.9) / 0.5, angle / np.pi], rtol=1e-3)
     np.testing.assert_allclose(
-        [*map(float, single.split())][:3], [np.log(0.8) / 0.5, 0, 0.5 * np.log(0.5) / np.log(0.8)], rtol=1e-3
+        [*map(float, pair.split())][:2], [np.log(0.9) / 0.5, angle / np.pi], rtol=1e-3
+    )
+    np.testing.assert_allclose(
+        [*map(float, single.split())][:3],
+        [np.log(0.8) / 0.5, 0, 0.5 * np.log(0.5) / np.log(0.8)],
+        rtol=1e-3,
     )
     assert float(pair.split()[3]) + float(single.split()[3]) == pytest.approx(1, abs=1e-3)
     many = fit(
-        Ridge(), np.random.default_rng(1).normal(size=(100, 40)), np.random.default_rng(2).normal(size=(100, 40))
+        Ridge(),
+        np.random.default_rng(1).normal(size=(100, 40)),
+        np.random.default_rng(2).normal(size=(100, 40)),
     )
     assert re.search(r"and \d+ eigenvalues more$", repr(modes(many)))

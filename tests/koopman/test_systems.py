@@ -14,15 +14,21 @@ from koopman.datasets._systems import rk4_trajectory
 def test_ornstein_uhlenbeck_spectrum_by_quadrature():
     """E[f(x')] by Gauss-Hermite sums over the transition density, exact for polynomials."""
     theta, sigma, lag = 0.8, 0.6, 0.3
-    spectrum = ornstein_uhlenbeck_spectrum(theta=theta, sigma=sigma, time_step=lag, num_components=6)
+    spectrum = ornstein_uhlenbeck_spectrum(
+        theta=theta, sigma=sigma, time_step=lag, num_components=6
+    )
     np.testing.assert_allclose(spectrum.eigenvalues, np.exp(-0.24 * np.arange(6)))
     z, weights = np.polynomial.hermite_e.hermegauss(20)
     weights = weights / weights.sum()
     decay, variance = np.exp(-theta * lag), sigma**2 / (2 * theta)
     x = np.linspace(-1, 1.1, 7)[:, None]
     moved = decay * x + np.sqrt(variance * (1 - decay**2)) * z[None, :]
-    expected = np.einsum("z,xzk->xk", weights, spectrum.right(moved.reshape(-1, 1)).reshape(7, 20, 6))
-    np.testing.assert_allclose(expected, spectrum.right(x) * spectrum.eigenvalues[None, :], atol=1e-12)
+    expected = np.einsum(
+        "z,xzk->xk", weights, spectrum.right(moved.reshape(-1, 1)).reshape(7, 20, 6)
+    )
+    np.testing.assert_allclose(
+        expected, spectrum.right(x) * spectrum.eigenvalues[None, :], atol=1e-12
+    )
     functions = spectrum.right(np.sqrt(variance) * z[:, None])
     np.testing.assert_allclose((functions * weights[:, None]).T @ functions, np.eye(6), atol=1e-11)
     grid = np.linspace(-5, 5, 2001)[:, None]
@@ -34,7 +40,9 @@ def test_ornstein_uhlenbeck_spectrum_by_quadrature():
 def test_ornstein_uhlenbeck_has_exact_transitions(time_step, key):
     """A long step is as exact as a short one; Euler's scheme would be unstable at theta time_step = 3."""
     n, theta, sigma = 20_000, 1.5, 0.8
-    path = ornstein_uhlenbeck(4, key=key, num_trajectories=n, theta=theta, sigma=sigma, time_step=time_step)
+    path = ornstein_uhlenbeck(
+        4, key=key, num_trajectories=n, theta=theta, sigma=sigma, time_step=time_step
+    )
     path = np.asarray(path, np.float64)[:, :, 0]
     variance = sigma**2 / (2 * theta)
     for t in range(5):
@@ -53,7 +61,9 @@ def test_runge_kutta_closed_forms(x64):
     path = rk4_trajectory(lambda t, x: -0.7 * x, jnp.array([1.0, 2.0]), 5, 0.6, 2)
     z = -0.7 * 0.3
     factor = 1 + z + z**2 / 2 + z**3 / 6 + z**4 / 24
-    np.testing.assert_allclose(path, factor ** (2 * np.arange(6)[:, None]) * np.array([1, 2]), rtol=1e-13)
+    np.testing.assert_allclose(
+        path, factor ** (2 * np.arange(6)[:, None]) * np.array([1, 2]), rtol=1e-13
+    )
     path = rk4_trajectory(lambda t, x: t**3 + 0 * x, jnp.zeros(1), 4, 0.5, 1)
     np.testing.assert_allclose(path[:, 0], (0.5 * np.arange(5)) ** 4 / 4, rtol=1e-13)
 
@@ -81,7 +91,9 @@ def test_lorenz_against_scipy(x64):
         return [10 * (y - x), x * (28 - z) - y, x * y - 8 / 3 * z]
 
     start = np.array([1.0, 2.0, 20.0])
-    solution = solve_ivp(field, (0, 2), start, t_eval=0.01 * np.arange(201), rtol=1e-11, atol=1e-11).y.T
+    solution = solve_ivp(
+        field, (0, 2), start, t_eval=0.01 * np.arange(201), rtol=1e-11, atol=1e-11
+    ).y.T
     path = lorenz63(200, initial=start, substeps=8)
     np.testing.assert_allclose(path, solution, atol=1e-6)
 
@@ -92,12 +104,18 @@ def test_initial_states_are_drawn_as_they_say(key):
     for sample, mean, deviation in (
         (lambda k: lorenz63(1, key=k, num_trajectories=n), [0, 0, 27], 5.0),
         (lambda k: duffing(1, key=k, num_trajectories=n), [0, 0], 1.0),
-        (lambda k: ornstein_uhlenbeck(1, key=k, num_trajectories=n, theta=2.0, sigma=3.0), [0], 1.5),
+        (
+            lambda k: ornstein_uhlenbeck(1, key=k, num_trajectories=n, theta=2.0, sigma=3.0),
+            [0],
+            1.5,
+        ),
     ):
         start = np.asarray(sample(key), float)[:, 0]
         np.testing.assert_allclose(start.mean(0), mean, atol=4 * deviation / n**0.5)
         np.testing.assert_allclose(
-            np.cov(start.T), deviation**2 * np.eye(len(mean)).squeeze(), atol=6 * deviation**2 / n**0.5
+            np.cov(start.T),
+            deviation**2 * np.eye(len(mean)).squeeze(),
+            atol=6 * deviation**2 / n**0.5,
         )
 
 
@@ -111,7 +129,10 @@ def test_wrong_arguments_are_named(key):
         (lambda: lorenz63(3, key=key, time_step=0.0), "`time_step` must be positive"),
         (lambda: lorenz63(3, key=key, mu=np.inf), "`mu` must be finite"),
         (lambda: duffing(3, key=key, beta=np.inf), "`beta` must be finite"),
-        (lambda: ornstein_uhlenbeck_spectrum().right(np.ones((3, 2))), r"`states` must have shape \[n, 1\], got"),
+        (
+            lambda: ornstein_uhlenbeck_spectrum().right(np.ones((3, 2))),
+            r"`states` must have shape \[n, 1\], got",
+        ),
     )
 
 

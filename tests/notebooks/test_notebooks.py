@@ -31,7 +31,9 @@ def test_it_runs(path, monkeypatch):
     kept = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     monkeypatch.setenv("XLA_FLAGS", " ".join(kept))  # on one device, as users have
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # half of the time is compiling
-    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel's own backend puts figures into the notebook
+    monkeypatch.delenv(
+        "MPLBACKEND", raising=False
+    )  # the kernel's own backend puts figures into the notebook
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -61,7 +63,12 @@ def test_its_outputs_are_of_its_sources(path):
 def test_what_it_keeps_shows_without_javascript(path):
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in cells)
-    for page in (output.data.get("text/html", "") for cell in cells for output in cell.outputs if "data" in output):
+    for page in (
+        output.data.get("text/html", "")
+        for cell in cells
+        for output in cell.outputs
+        if "data" in output
+    ):
         before, *_ = page.split("<script")
         assert not page or re.search(r"<(table|img|pre)[ >]", before)
         assert "Loading" not in before
@@ -69,5 +76,7 @@ def test_what_it_keeps_shows_without_javascript(path):
 
 @every_notebook
 def test_its_code_uses_names_that_exist(path):
-    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    cells = [
+        cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"
+    ]
     assert unknown_names("\n".join(cells)) == []

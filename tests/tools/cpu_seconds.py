@@ -1,7 +1,8 @@
 """Measure the CPU seconds and the programs of each test; a plugin of pytest, which `tests/conftest.py` registers.
 
-A test's seconds are those of this process and of children that it waited for, without the set-up of shared fixtures.
-With `TEST_CPU_LIMIT=6`, tests without a mark above 2 seconds are listed at the end, and above 6 the run fails.
+A test's seconds are those of this process and of children that it waited for, without the set-up of
+shared fixtures. With `TEST_CPU_LIMIT=6`, tests without a mark above 2 seconds are listed at the
+end, and above 6 the run fails.
 """
 
 import importlib
@@ -77,7 +78,9 @@ class CpuSeconds:
 
     def above(self, factor):
         """Return the tests, and the modules' shared fixtures, above a multiple of their limits."""
-        rows = [(seconds, name) for name, seconds in self.seconds.items() if seconds > factor * LIMIT]
+        rows = [
+            (seconds, name) for name, seconds in self.seconds.items() if seconds > factor * LIMIT
+        ]
         for module, seconds in self.shared_seconds.items():
             if seconds > factor * SHARED_LIMIT:
                 rows.append((seconds, f"{module}, shared fixtures"))
@@ -85,13 +88,19 @@ class CpuSeconds:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session):
-        if self.limit and self.above(self.limit / LIMIT) and session.exitstatus == pytest.ExitCode.OK:
+        if (
+            self.limit
+            and self.above(self.limit / LIMIT)
+            and session.exitstatus == pytest.ExitCode.OK
+        ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter):
         if not self.limit or not (rows := self.above(1.0)):
             return
-        terminalreporter.section(f"CPU seconds: {len(rows)} above {LIMIT:.0f}; the run fails above {self.limit:.0f}")
+        terminalreporter.section(
+            f"CPU seconds: {len(rows)} above {LIMIT:.0f}; the run fails above {self.limit:.0f}"
+        )
         for seconds, name in rows:
             terminalreporter.write_line(f"{seconds:7.1f} {name}")
 
@@ -101,4 +110,6 @@ START = pytest.StashKey()
 
 def register(config):
     """Register the measurement with pytest."""
-    config.pluginmanager.register(CpuSeconds(float(os.environ.get("TEST_CPU_LIMIT", 0))), "cpu_seconds")
+    config.pluginmanager.register(
+        CpuSeconds(float(os.environ.get("TEST_CPU_LIMIT", 0))), "cpu_seconds"
+    )

@@ -19,7 +19,11 @@ def listed(path):
     for node in body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return ast.literal_eval(node.value)
-    return [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")]
+    return [
+        n.name
+        for n in body
+        if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")
+    ]
 
 
 def faces():
@@ -27,7 +31,9 @@ def faces():
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             name = dotted(path)
-            if path.stem != "__main__" and not any(part.startswith("_") for part in name.split(".")):
+            if path.stem != "__main__" and not any(
+                part.startswith("_") for part in name.split(".")
+            ):
                 yield name, listed(path)
 
 

@@ -41,7 +41,10 @@ def delays():
     series = (np.sin(0.3 * np.arange(400)) + 0.1 * _normal(400)).astype(np.float32)
     rows, found = koopman.delay_embed(series, 20), {}
     estimator = koopman.ReducedRank(rank=4, alpha=1e-4)
-    yield "koopman.fit of delays", lambda: found.update(operator=koopman.fit(estimator, rows[:-1], rows[1:]))
+    yield (
+        "koopman.fit of delays",
+        lambda: found.update(operator=koopman.fit(estimator, rows[:-1], rows[1:])),
+    )
     yield "koopman.decompose", lambda: koopman.decompose(found["operator"])
     yield "koopman.modes of delays", lambda: koopman.modes(found["operator"], time_step=0.1)
 
@@ -56,17 +59,34 @@ def transformer():
     model, tokens = _transformer()
     key, found = jax.random.key(1), {}
     yield "neuron_groups", lambda: found.update(rewrites.neuron_groups(model, tokens[0]))
-    hidden = lambda: found["blocks[0].first"]  # noqa: E731
+
+    def hidden():
+        return found["blocks[0].first"]
+
     yield "permute", lambda: found.update(moved=rewrites.permute(hidden(), key=key)(model))
     yield "duplicate", lambda: rewrites.duplicate(hidden(), 1.5)(model)
     yield "add_nuisance", lambda: rewrites.add_nuisance(hidden(), 3, key=key)(model)
-    linear = lambda: next(group for group in found.values() if getattr(group, "linear", None) is not None)  # noqa: E731
+
+    def linear():
+        return next(group for group in found.values() if getattr(group, "linear", None) is not None)
+
     yield "scale", lambda: rewrites.scale(linear(), 3.0)(model)
     yield "rotate", lambda: rewrites.rotate(linear(), key=key)(model)
-    yield "layer_inputs", lambda: found.update(inputs=rewrites.layer_inputs(model, tokens, ".blocks[0].first.weight"))
-    yield "null_perturb", lambda: rewrites.null_perturb(rewrites.null_space(found["inputs"]), 0.1, key=key)(model)
+    yield (
+        "layer_inputs",
+        lambda: found.update(
+            inputs=rewrites.layer_inputs(model, tokens, ".blocks[0].first.weight")
+        ),
+    )
+    yield (
+        "null_perturb",
+        lambda: rewrites.null_perturb(rewrites.null_space(found["inputs"]), 0.1, key=key)(model),
+    )
     yield "certify", lambda: rewrites.certify(model, found["moved"], tokens)
-    twice = lambda: rewrites.duplicate(hidden(), 2) | rewrites.permute(hidden(), key=key)  # noqa: E731
+
+    def twice():
+        return rewrites.duplicate(hidden(), 2) | rewrites.permute(hidden(), key=key)
+
     yield "compose", lambda: twice()(model)
 
 
@@ -91,8 +111,14 @@ def perceptrons():
     found = {}
     yield "canonical", lambda: rewrites.canonical(one, inputs[0])
     yield "fingerprint", lambda: rewrites.fingerprint(one, inputs[0])
-    groups = lambda: found.setdefault("groups", rewrites.neuron_groups(one, inputs[0]))  # noqa: E731
-    yield "match_weights", lambda: found.update(matching=rewrites.match_weights(one, other, groups()))
+
+    def groups():
+        return found.setdefault("groups", rewrites.neuron_groups(one, inputs[0]))
+
+    yield (
+        "match_weights",
+        lambda: found.update(matching=rewrites.match_weights(one, other, groups())),
+    )
     yield "Matching.apply", lambda: found["matching"].apply(other, groups())
     yield "match_activations", lambda: rewrites.match_activations(one, other, groups(), inputs)
 
@@ -104,19 +130,30 @@ def similarities():
     yield "compare", lambda: compare(_normal(40, 7), _normal(40, 5))
     yield "compare, another shape", lambda: compare(_normal(41, 8), _normal(41, 6))
     yield "pairwise", lambda: pairwise(_normal(3, 40, 7), members=True, progress=None)
-    yield "pairwise, another shape", lambda: pairwise(_normal(3, 41, 8), members=True, progress=None)
+    yield (
+        "pairwise, another shape",
+        lambda: pairwise(_normal(3, 41, 8), members=True, progress=None),
+    )
 
 
 def sweep():
     """Train two widths, two rates and two seeds."""
     grid = training.Grid(width=[4, 8], rate=[0.1, 0.01], seed=[0, 1])
-    init = lambda key, width: eqx.nn.MLP(5, 1, width, 1, key=key)  # noqa: E731
-    loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch[0]) ** 2)  # noqa: E731
+
+    def init(key, width):
+        return eqx.nn.MLP(5, 1, width, 1, key=key)
+
+    def loss(model, batch, key):
+        return jnp.mean(jax.vmap(model)(batch[0]) ** 2)
+
     step = training.make_step(loss, lambda values: optax.sgd(values["rate"]))
     sampler = training.Epochs((_normal(20, 5),), 10)
     key, found = jax.random.key(0), {}
     options = {"key": key, "num_epochs": 2, "progress": None}
-    yield "fit_grid", lambda: found.update(sweep=training.fit_grid(init, step, sampler, grid, **options))
+    yield (
+        "fit_grid",
+        lambda: found.update(sweep=training.fit_grid(init, step, sampler, grid, **options)),
+    )
     yield "GridResult.models_of", lambda: found["sweep"].models_of(np.arange(4))
 
 

@@ -2,10 +2,11 @@
 
     python tests/tools/kill_runs.py dissociation robustness --quick --num-train 300 --kills 12
 
-A reference run in a separate folder takes some time T. Then the same command is stopped `--kills` times, each after a
-uniformly random time up to T, by SIGKILL, SIGINT and SIGTERM alternately, and started again. After a run that has ended
-the next one has another folder, and the last run is not stopped. Arrays are compared bit for bit with those of the
-reference run. Output that looks like a traceback is shown and counts as a fault.
+A reference run in a separate folder takes some time T. Then the same command is stopped `--kills`
+times, each after a uniformly random time up to T, by SIGKILL, SIGINT and SIGTERM alternately, and
+started again. After a run that has ended the next one has another folder, and the last run is not
+stopped. Arrays are compared bit for bit with those of the reference run. Output that looks like a
+traceback is shown and counts as a fault.
 """
 
 import argparse
@@ -51,7 +52,9 @@ def compare(found: Path, wanted: Path) -> tuple[int, int, int]:
         mine = here.get(path, {}).get(name)
         return mine is not None and np.array_equal(mine, value, equal_nan=value.dtype.kind in "fc")
 
-    different = sum(not same(path, name, value) for path, part in there.items() for name, value in part.items())
+    different = sum(
+        not same(path, name, value) for path, part in there.items() for name, value in part.items()
+    )
     return number, different, len(here.keys() - there.keys())
 
 
@@ -76,15 +79,22 @@ def kill_often(words: list[str], folder: Path, kills: int, rng: random.Random, e
         if status == 0:  # the next ones are to hit a run too
             folders.append(folder / f"killed-{len(folders)}")
     assert begin(words, folders[-1], errors).wait() == 0, errors.read_text()
-    number, different, foreign = np.sum([compare(killed, folder / "alone") for killed in folders], axis=0).tolist()
-    print(f"{' '.join(words)}: {span:.0f} s alone, {len(folders)} runs; {kills} kills ended {', '.join(ended)}")
+    number, different, foreign = np.sum(
+        [compare(killed, folder / "alone") for killed in folders], axis=0
+    ).tolist()
+    print(
+        f"{' '.join(words)}: {span:.0f} s alone, {len(folders)} runs; {kills} kills ended "
+        f"{', '.join(ended)}"
+    )
     print(f"  {number} arrays, {different} different, {foreign} foreign")
     return faults + different + foreign
 
 
 def main() -> int:
     """Returns the number of faults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--random", type=int, default=0)
     own, words = parser.parse_known_args()

@@ -32,7 +32,9 @@ class Normalised(eqx.Module):
 
 @eqx.filter_jit
 def linear_members(key, members=3, out=2, inputs=4):
-    return eqx.filter_vmap(lambda k: Linear(jax.random.normal(k, (out, inputs))))(jax.random.split(key, members))
+    return eqx.filter_vmap(lambda k: Linear(jax.random.normal(k, (out, inputs))))(
+        jax.random.split(key, members)
+    )
 
 
 @eqx.filter_jit
@@ -66,7 +68,9 @@ def weights(result):
     return np.asarray(result.models.weight)
 
 
-def trained(key, models=None, *, loss=squared_error, optimizer=None, sampler=None, keys=None, **options):
+def trained(
+    key, models=None, *, loss=squared_error, optimizer=None, sampler=None, keys=None, **options
+):
     """Return `fit` of three linear members by gradient descent on ten samples, or of the given arguments."""
     return fit(
         linear_members(key) if models is None else models,

@@ -4,9 +4,10 @@
     python tests/tools/mutate.py --seed 0 --number 60 --draw mutants.json
     python tests/tools/mutate.py --mutants mutants.json --marks "not full"
 
-A mutant is one change on one line of the library: a sign, a factor, a comparison, an axis, a count off by one, `and`
-for `or`, a minimum for a maximum. In a copy of the tree, the test files that import the module run until the first
-failure, without slow tests unless `--marks` selects them. A mutant that survives needs a test, or changes no result.
+A mutant is one change on one line of the library: a sign, a factor, a comparison, an axis, a count
+off by one, `and` for `or`, a minimum for a maximum. In a copy of the tree, the test files that
+import the module run until the first failure, without slow tests unless `--marks` selects them. A
+mutant that survives needs a test, or changes no result.
 """
 
 import ast
@@ -30,9 +31,35 @@ import tyro
 
 ROOT = Path(__file__).parents[2]
 SKIPPED = ("__main__.py", "__init__.py", "_cli.py", "_axes.py", "_progress.py")
-SWAPS = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "/", "**": "*", "<": "<=", "<=": "<", ">": ">=", ">=": ">"}
-SWAPS |= {"==": "!=", "!=": "==", "and": "or", "or": "and", "min": "max", "max": "min", "minimum": "maximum"}
-SWAPS |= {"maximum": "minimum", "sum": "mean", "mean": "sum", "all": "any", "any": "all", "argmax": "argmin"}
+SWAPS = {
+    "+": "-",
+    "-": "+",
+    "*": "/",
+    "/": "*",
+    "//": "/",
+    "**": "*",
+    "<": "<=",
+    "<=": "<",
+    ">": ">=",
+    ">=": ">",
+}
+SWAPS |= {
+    "==": "!=",
+    "!=": "==",
+    "and": "or",
+    "or": "and",
+    "min": "max",
+    "max": "min",
+    "minimum": "maximum",
+}
+SWAPS |= {
+    "maximum": "minimum",
+    "sum": "mean",
+    "mean": "sum",
+    "all": "any",
+    "any": "all",
+    "argmax": "argmin",
+}
 SWAPS |= {"argmin": "argmax", "floor": "ceil", "ceil": "floor", "True": "False", "False": "True"}
 TESTED_BY = {
     "dissociation.training._state": ["dissociation/test_training_state.py"],
@@ -41,35 +68,74 @@ TESTED_BY = {
         "dissociation/test_training_loop.py",
         "dissociation/test_callbacks.py",
     ],
-    "dissociation.training._partition": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
+    "dissociation.training._partition": [
+        "dissociation/test_training.py",
+        "dissociation/test_resuming.py",
+    ],
     "dissociation.training._loop": ["dissociation/test_training_loop.py"],
-    "dissociation.training._chunk": ["dissociation/test_training.py", "dissociation/test_callbacks.py"],
-    "dissociation.training._run": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
+    "dissociation.training._chunk": [
+        "dissociation/test_training.py",
+        "dissociation/test_callbacks.py",
+    ],
+    "dissociation.training._run": [
+        "dissociation/test_training.py",
+        "dissociation/test_resuming.py",
+    ],
     "dissociation.training._plan": ["dissociation/test_grids.py", "dissociation/test_executor.py"],
-    "dissociation.training._sweep_folder": ["dissociation/test_grids.py", "dissociation/test_executor.py"],
-    "dissociation.training._fitting": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
-    "dissociation.training._records": ["dissociation/test_callbacks.py", "dissociation/test_resuming.py"],
-    "dissociation.measures._softmax_solver": ["dissociation/test_probes.py", "dissociation/test_transfer.py"],
+    "dissociation.training._sweep_folder": [
+        "dissociation/test_grids.py",
+        "dissociation/test_executor.py",
+    ],
+    "dissociation.training._fitting": [
+        "dissociation/test_training.py",
+        "dissociation/test_resuming.py",
+    ],
+    "dissociation.training._records": [
+        "dissociation/test_callbacks.py",
+        "dissociation/test_resuming.py",
+    ],
+    "dissociation.measures._softmax_solver": [
+        "dissociation/test_probes.py",
+        "dissociation/test_transfer.py",
+    ],
     "dissociation.measures._coordinates": ["dissociation/test_nearest_information.py"],
     "dissociation.measures._neighbours": ["dissociation/test_nearest_information.py"],
     "dissociation.figures._eigenvector_measures": ["dissociation/test_eigenvectors.py"],
     "dissociation.figures._members": ["dissociation/test_figures.py"],
     "koopman.figures._ordered_mnist_models": ["koopman/test_figures.py"],
     "dissociation.bilinear._certificate": ["dissociation/test_spectral_certificate.py"],
-    "dissociation._core.results": ["dissociation/test_results.py", "dissociation/test_validation.py"],
-    "koopman.datasets._trajectories": ["koopman/test_linear.py", "koopman/test_langevin.py", "koopman/test_maps.py"],
+    "dissociation._core.results": [
+        "dissociation/test_results.py",
+        "dissociation/test_validation.py",
+    ],
+    "koopman.datasets._trajectories": [
+        "koopman/test_linear.py",
+        "koopman/test_langevin.py",
+        "koopman/test_maps.py",
+    ],
     "koopman._operators._subspaces": ["koopman/test_operators.py", "koopman/test_derivatives.py"],
     "koopman._operators._estimators": ["koopman/test_operators.py", "koopman/test_nystroem.py"],
 }
 RULES = "indexing rules operations flow axes"
-SYMMETRY = ["dissociation/test_groups.py", "dissociation/test_indexing.py", "dissociation/test_symmetry.py"]
+SYMMETRY = [
+    "dissociation/test_groups.py",
+    "dissociation/test_indexing.py",
+    "dissociation/test_symmetry.py",
+]
 TESTED_BY |= {f"dissociation.rewrites._{rule}": SYMMETRY for rule in RULES.split()}
-TESTED_BY["dissociation._core.frames"] = ["koopman/test_frames.py", "koopman/test_pairs.py", "koopman/test_forecast.py"]
+TESTED_BY["dissociation._core.frames"] = [
+    "koopman/test_frames.py",
+    "koopman/test_pairs.py",
+    "koopman/test_forecast.py",
+]
 TESTED_BY["dissociation._core.columns"] = ["koopman/test_frames.py", "koopman/test_pairs.py"]
 TESTED_BY["dissociation.training._interrupts"] = ["dissociation/test_interrupts.py"]
 TESTED_BY["dissociation._core.lazy"] = ["test_packaging.py"]
 TESTED_BY["koopman._operators._rotations"] = ["koopman/test_dynamical_similarity.py"]
-TESTED_BY["dissociation.rewrites._comparison"] = ["dissociation/test_growth.py", "dissociation/test_rewrites.py"]
+TESTED_BY["dissociation.rewrites._comparison"] = [
+    "dissociation/test_growth.py",
+    "dissociation/test_rewrites.py",
+]
 """Modules that are tested through others."""
 SETTING = re.compile(r"\w+: [\w |\[\], .]+ = |.*strict=")
 """Defaults of settings, and what only guards: no logic to mutate."""
@@ -89,7 +155,11 @@ def sites(path):
             value = ast.literal_eval(token.string)
             new = str(value + 1) if isinstance(value, int) else repr(1.5 * value or 1.0)
         words = lines[token.start[0] - 1].lstrip()
-        if new is None or SETTING.match(words) or words.startswith(("fail(", "checks.fail(", "import", "from")):
+        if (
+            new is None
+            or SETTING.match(words)
+            or words.startswith(("fail(", "checks.fail(", "import", "from"))
+        ):
             continue
         found.append((token.start[0], token.start[1], token.end[1], new))
     return found
@@ -110,7 +180,9 @@ def names_in(path):
     imports, attributes = [], set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            imports += [(node.module, alias.name, alias.asname or alias.name) for alias in node.names]
+            imports += [
+                (node.module, alias.name, alias.asname or alias.name) for alias in node.names
+            ]
         elif isinstance(node, ast.Import):
             imports += [(alias.name, "", alias.asname or alias.name) for alias in node.names]
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
@@ -142,8 +214,16 @@ def tests_of(module, root):
     if files:
         return [str(path.relative_to(root)) for path in files]
     body = ast.parse((root / module).read_text()).body
-    names = {n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")}
-    files = [path for path in sorted((root / "tests").rglob("test_*.py")) if path.parent.name != "notebooks"]
+    names = {
+        n.name
+        for n in body
+        if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")
+    }
+    files = [
+        path
+        for path in sorted((root / "tests").rglob("test_*.py"))
+        if path.parent.name != "notebooks"
+    ]
     found = [(path, uses(path, dotted, names)) for path in files if path.name != "test_inputs.py"]
     found = [(path, count) for path, count in found if count]
     found.sort(key=lambda row: (module.stem.strip("_") not in row[0].stem, -row[1]))
@@ -157,7 +237,11 @@ def is_skipped(path):
 
 def modules(root):
     """Return the modules of the library that are mutated, relative to `root`."""
-    paths = [path for package in ("dissociation", "koopman") for path in sorted((root / package).rglob("*.py"))]
+    paths = [
+        path
+        for package in ("dissociation", "koopman")
+        for path in sorted((root / package).rglob("*.py"))
+    ]
     return [path.relative_to(root) for path in paths if not is_skipped(path)]
 
 
@@ -218,8 +302,25 @@ def run(mutant, root, timeout, marks):
     began = time.perf_counter()
     try:
         file.write_text(text)
-        words = [sys.executable, "-m", "pytest", "-m", marks, "-n0", "-x", "-q", "-p", "no:cacheprovider", *tests]
-        settings = {"cwd": root, "env": environment_of(root), "capture_output": True, "timeout": timeout}
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            marks,
+            "-n0",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *tests,
+        ]
+        settings = {
+            "cwd": root,
+            "env": environment_of(root),
+            "capture_output": True,
+            "timeout": timeout,
+        }
         status = subprocess.run([*words, str(path)], **settings).returncode
         row["outcome"] = {0: "survived", 1: "caught", 5: "no tests"}.get(status, "caught (import)")
     except subprocess.TimeoutExpired:
@@ -255,13 +356,26 @@ def main(
     else:
         drawn = [restored(row, generator, ROOT) for row in json.loads(mutants.read_text())]
     if draw_to is not None:
-        draw_to.write_text(json.dumps([stored(mutant, ROOT) for mutant, _ in drawn], indent=1) + "\n")
+        draw_to.write_text(
+            json.dumps([stored(mutant, ROOT) for mutant, _ in drawn], indent=1) + "\n"
+        )
         return
     rows = json.loads(out.read_text()) if out.exists() else []
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "tree"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "results", "*.png", ".venv*"))
-        whole = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "tests/test_canary.py"]
+        shutil.copytree(
+            ROOT, copy, ignore=shutil.ignore_patterns(".git", "results", "*.png", ".venv*")
+        )
+        whole = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n0",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/test_canary.py",
+        ]
         subprocess.run(
             whole, cwd=copy, env=environment_of(copy), check=True, stdout=subprocess.DEVNULL
         )  # else every mutant would be "caught"
@@ -269,7 +383,8 @@ def main(
             rows.append(run(mutant, copy, timeout, marks) | {"drawn again": not is_stored})
             again = "" if is_stored else " (drawn again: its line is gone)"
             sys.stdout.write(
-                f"{len(rows):3d} {rows[-1]['outcome']:10s} {rows[-1]['module']}:{rows[-1]['line']}{again}\n"
+                f"{len(rows):3d} {rows[-1]['outcome']:10s} "
+                f"{rows[-1]['module']}:{rows[-1]['line']}{again}\n"
             )
             sys.stdout.flush()
             out.write_text(json.dumps(rows, indent=1))

@@ -8,5 +8,7 @@ from dissociation.models._program import parameters_in, with_draws
 
 def perturbed(model, noise, scale):
     """Return a model with `scale * noise` added to its parameters."""
-    added = jax.tree.map(lambda weight, draw: weight + scale * draw, parameters_in(model), with_draws(model, noise))
+    added = jax.tree.map(
+        lambda weight, draw: weight + scale * draw, parameters_in(model), with_draws(model, noise)
+    )
     return eqx.combine(added, model)

@@ -26,7 +26,9 @@ def blocks_of(pages, *, is_executed=True):
     rows = []
     for page in pages:
         path = page.relative_to(ROOT)
-        for index, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+        for index, code in enumerate(
+            re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        ):
             marks = [pytest.mark.slow] if is_executed else []
             if is_executed and index != REPRESENTATIVE.get(str(path), 0):
                 marks.append(pytest.mark.full)
@@ -42,10 +44,14 @@ def check_block(path, index, code, capsys):
     exec(compile(code, f"{path}, block {index}", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out.strip()
     assert printed, "an example should show something"
-    shown = re.search(re.escape(code) + r"```\n+```text\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
+    shown = re.search(
+        re.escape(code) + r"```\n+```text\n(.*?)```", (ROOT / path).read_text(), re.DOTALL
+    )
     if shown:
         expected = [float(number) for number in re.findall(NUMBER, shown.group(1))]
-        assert [float(number) for number in re.findall(NUMBER, printed)] == pytest.approx(expected, abs=0.02)
+        assert [float(number) for number in re.findall(NUMBER, printed)] == pytest.approx(
+            expected, abs=0.02
+        )
 
 
 def is_ours(node):
@@ -74,6 +80,8 @@ def unknown_names(code):
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             owner = value_of(node.value)
-            if (inspect.ismodule(owner) or inspect.isclass(owner)) and not hasattr(owner, node.attr):
+            if (inspect.ismodule(owner) or inspect.isclass(owner)) and not hasattr(
+                owner, node.attr
+            ):
                 unknown.append(ast.unparse(node))
     return unknown

@@ -2,8 +2,8 @@
 
 It can also be traced under a compilation that knows its arrays, as constants that it closes over.
 
-Arguments come from `tests/tools/registry`. Members differ in their real numbers (the second has 1.25 times those of the
-first, rows of one-hot labels excepted) and in their keys.
+Arguments come from `tests/tools/registry`. Members differ in their real numbers (the second has
+1.25 times those of the first, rows of one-hot labels excepted) and in their keys.
 """
 
 import warnings
@@ -46,7 +46,8 @@ HOST = {
     "dissociation.similarity._pairs.compare": "planned by the host",
     "dissociation.similarity._pairs.pairwise": "planned by the host",
     "koopman.datasets._linear.linear_spectrum": "what is known of a data set, in NumPy's float64",
-    "koopman.datasets._linear.regime_switching_spectrum": "what is known of a data set, in NumPy's float64",
+    "koopman.datasets._linear.regime_switching_spectrum": "what is known of a data set, in "
+    "NumPy's float64",
     "koopman.datasets._ordered_mnist.ordered_mnist": "counts labels, in NumPy",
 }
 """What works on known numbers alone."""
@@ -118,7 +119,9 @@ def rows_of(package):
     for row in ROWS:
         if row.id.startswith(package) and not row.id.startswith((*HOST,)):
             is_first = row.id == NAMES[row.values[0]]
-            rows.append(pytest.param(*row.values, id=row.id, marks=() if is_first else pytest.mark.full))
+            rows.append(
+                pytest.param(*row.values, id=row.id, marks=() if is_first else pytest.mark.full)
+            )
     return rows
 
 
@@ -127,7 +130,9 @@ def check_agreement(function, make_call):
     call = make_call()
     fixed = [names for name, names in KNOWN.items() if NAMES[function].startswith(name)]
     kept = {name: call.pop(name) for names in fixed for name in names if name in call}
-    given = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, call)
+    given = jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, call
+    )
     arrays, rest = eqx.partition(given, eqx.is_array)
     if not jax.tree.leaves(arrays):
         pytest.skip("no arrays")
@@ -147,7 +152,9 @@ def check_agreement(function, make_call):
         jax.eval_shape(known, 0.0)
         if not NAMES[function].startswith(ANEW):
             assert not compilations(lambda: run(arrays)), "again"
-        stacked = eqx.filter_jit(eqx.filter_vmap(run))(jax.tree.map(lambda *leaves: jnp.stack(leaves), *members))
+        stacked = eqx.filter_jit(eqx.filter_vmap(run))(
+            jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
+        )
     for index, wanted in enumerate(loop):
         found = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, stacked)
         same(wanted, found, f"member {index}")

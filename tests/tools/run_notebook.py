@@ -2,7 +2,8 @@
 
     DISSOCIATION_DATA=... python tests/tools/run_notebook.py notebooks/freedom.ipynb [notebooks/...]
 
-`DISSOCIATION_RESULTS` names a folder from which a stopped run resumes. A test compares the hashes with the sources.
+`DISSOCIATION_RESULTS` names a folder from which a stopped run resumes. A test compares the hashes
+with the sources.
 """
 
 import hashlib
@@ -23,9 +24,20 @@ def source_hash(cell: nbformat.NotebookNode) -> str:
 
 def without_progress(text: str) -> str:
     """Return what a cell wrote to its standard error without meters, and warnings without paths."""
-    lines = [re.sub(r"^/\S+ipykernel\S+: (?=\w+Warning: )", "", line) for line in re.split(r"[\r\n]+", text)]
-    known = [line for line in lines if line.strip() and not re.search(r"\d+%\||it/s[,\]]|s/it[,\]]|\btqdm\b", line)]
-    kept = [line for before, line in pairwise(["", *known]) if not ("Warning: " in before and line.startswith("  "))]
+    lines = [
+        re.sub(r"^/\S+ipykernel\S+: (?=\w+Warning: )", "", line)
+        for line in re.split(r"[\r\n]+", text)
+    ]
+    known = [
+        line
+        for line in lines
+        if line.strip() and not re.search(r"\d+%\||it/s[,\]]|s/it[,\]]|\btqdm\b", line)
+    ]
+    kept = [
+        line
+        for before, line in pairwise(["", *known])
+        if not ("Warning: " in before and line.startswith("  "))
+    ]
     return "\n".join(kept) + "\n" * bool(kept)
 
 
@@ -43,7 +55,9 @@ def clean(notebook: nbformat.NotebookNode) -> None:
 def run(path: Path) -> None:
     """Execute a notebook and write it with its outputs."""
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(path.parent)}}).execute()
+    NotebookClient(
+        notebook, timeout=None, resources={"metadata": {"path": str(path.parent)}}
+    ).execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
             tags = {key: value for key, value in cell.metadata.items() if key == "tags"}

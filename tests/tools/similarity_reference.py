@@ -1,7 +1,8 @@
 """Measures of similarity of representations in plain NumPy and SciPy, as references for tests.
 
-They were written from the papers and the table of definitions, independently of the package, and are slow, in float64.
-Samples are rows: x is [n, p], y is [n, q], with the same samples in the same order.
+They were written from the papers and the table of definitions, independently of the package, and
+are slow, in float64. Samples are rows: x is [n, p], y is [n, q], with the same samples in the same
+order.
 """
 
 import itertools
@@ -19,7 +20,9 @@ from sklearn.model_selection import cross_val_predict
 
 from dissociation._core import splits
 
-RANK_TOLERANCE = 1e-12  # eigenvalues of a covariance below this share of the largest one count as zero
+RANK_TOLERANCE = (
+    1e-12  # eigenvalues of a covariance below this share of the largest one count as zero
+)
 
 
 def centred(x):
@@ -114,7 +117,9 @@ def partial_whitening_distance(x, y, a=0.5):
 
     def whitened(x):
         x, p = centred(x), x.shape[1]
-        return x @ (a * np.eye(p) + (1 - a) * np.linalg.norm(x) / np.sqrt(p) * inverse_root(x.T @ x)[0])
+        return x @ (
+            a * np.eye(p) + (1 - a) * np.linalg.norm(x) / np.sqrt(p) * inverse_root(x.T @ x)[0]
+        )
 
     return np.arccos(min(angle_cosine(whitened(x), whitened(y)), 1.0))
 
@@ -127,7 +132,9 @@ def rdm(x, kind):
 def kendall_tau_a(a, b):
     """(concordant - discordant) / all pairs; a tie in either vector counts in neither."""
     n = len(a)
-    difference = sum(np.sum(np.sign(a[i] - a[i + 1 :]) * np.sign(b[i] - b[i + 1 :])) for i in range(n))
+    difference = sum(
+        np.sum(np.sign(a[i] - a[i + 1 :]) * np.sign(b[i] - b[i + 1 :])) for i in range(n)
+    )
     return difference / (n * (n - 1) / 2)
 
 
@@ -216,10 +223,13 @@ def gulp_distance(x, y, lam=0.01):
     x, y = x * np.sqrt(n) / np.linalg.norm(x), y * np.sqrt(n) / np.linalg.norm(y)
     sx, sy, sxy = x.T @ x / n, y.T @ y / n, x.T @ y / n
     inverse_x, inverse_y = (
-        np.linalg.pinv(s + lam * np.eye(len(s)), rcond=RANK_TOLERANCE, hermitian=True) for s in (sx, sy)
+        np.linalg.pinv(s + lam * np.eye(len(s)), rcond=RANK_TOLERANCE, hermitian=True)
+        for s in (sx, sy)
     )
     ax, ay = inverse_x @ sx, inverse_y @ sy
-    squared = np.trace(ax @ ax) + np.trace(ay @ ay) - 2 * np.trace(inverse_x @ sxy @ inverse_y @ sxy.T)
+    squared = (
+        np.trace(ax @ ax) + np.trace(ay @ ay) - 2 * np.trace(inverse_x @ sxy @ inverse_y @ sxy.T)
+    )
     return np.sqrt(max(squared, 0.0))
 
 
@@ -251,7 +261,9 @@ def soft_matching(x, y):
     rows = np.kron(np.eye(p), np.ones((1, q)))  # sum_j T_ij
     columns = np.kron(np.ones((1, p)), np.eye(q))  # sum_i T_ij
     marginals = np.concatenate([np.full(p, 1 / p), np.full(q, 1 / q)])
-    result = scipy.optimize.linprog(-c.ravel(), A_eq=np.vstack([rows, columns]), b_eq=marginals, bounds=(0, None))
+    result = scipy.optimize.linprog(
+        -c.ravel(), A_eq=np.vstack([rows, columns]), b_eq=marginals, bounds=(0, None)
+    )
     assert result.success, result.message
     return -result.fun
 
@@ -263,7 +275,9 @@ def disagreement(x, y):
 
 def jensen_shannon(x, y):
     """Mean Jensen-Shannon divergence, in nats, of the softmax of each row."""
-    return np.mean(jensenshannon(scipy.special.softmax(x, 1), scipy.special.softmax(y, 1), axis=1) ** 2)
+    return np.mean(
+        jensenshannon(scipy.special.softmax(x, 1), scipy.special.softmax(y, 1), axis=1) ** 2
+    )
 
 
 def min_max_disagreement(x, y, labels):
@@ -275,7 +289,9 @@ def min_max_disagreement(x, y, labels):
 
 def permutation_moments(k, l):  # noqa: E741
     """Mean, variance and third central moment of sum_ij k_ij l_{pi(i)pi(j)} over all permutations pi."""
-    values = np.array([np.sum(k * l[np.ix_(pi, pi)]) for pi in itertools.permutations(range(len(k)))])
+    values = np.array(
+        [np.sum(k * l[np.ix_(pi, pi)]) for pi in itertools.permutations(range(len(k)))]
+    )
     return values.mean(), values.var(), scipy.stats.moment(values, 3)
 
 

@@ -3,8 +3,9 @@
     python tests/tools/times.py tests/koopman/test_maps.py dissociation/measures
     python tests/tools/times.py --marks "not full" --out times.json
 
-Each file runs in a process of its own, twice, with `jax.clear_caches()` between. The second time counts: imports are
-paid by then, compiling is not. The set-up of shared fixtures of a module is a column of its own.
+Each file runs in a process of its own, twice, with `jax.clear_caches()` between. The second time
+counts: imports are paid by then, compiling is not. The set-up of shared fixtures of a module is a
+column of its own.
 """
 
 import itertools
@@ -43,7 +44,9 @@ class Twice:
         numbers = dict(report.user_properties)
         if report.when == "call" and "cpu" in numbers:
             is_marked = bool({"slow", "full"} & set(report.keywords))
-            self.rows.append({"test": report.nodeid, "outcome": report.outcome, "marked": is_marked} | numbers)
+            self.rows.append(
+                {"test": report.nodeid, "outcome": report.outcome, "marked": is_marked} | numbers
+            )
 
 
 def write_rows(path, marks, out):

@@ -40,7 +40,9 @@ def networks() -> dict[str, float]:
     y = jnp.stack([x[:, 0], x[:, 1] ** 2], axis=1)
     models = eqx.filter_vmap(Network)(jax.random.split(key, 2))  # pyright: ignore[reportUnknownMemberType]
     step = ds.make_step(loss, optax.adam(1e-3))
-    trained: FitResult = ds.fit(models, step, ds.Epochs((x, y), batch_size=32), num_epochs=2, key=key)
+    trained: FitResult = ds.fit(
+        models, step, ds.Epochs((x, y), batch_size=32), num_epochs=2, key=key
+    )
     one: Any = ds.member(trained.models, 0)
     two: Any = ds.member(trained.models, 1)
     groups: dict[str, NeuronGroup] = ds.neuron_groups(one, x[0])

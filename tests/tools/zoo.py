@@ -70,7 +70,9 @@ class ResidualMLP(eqx.Module):
         self.embed = eqx.nn.Linear(inputs, width, key=keys[0])
         self.first = [eqx.nn.Linear(width, hidden, key=k) for k in keys[1:3]]
         self.second = [eqx.nn.Linear(hidden, width, key=k) for k in keys[3:5]]
-        self.norms = [eqx.nn.LayerNorm(width) if normalise else eqx.nn.Identity() for _ in self.first]
+        self.norms = [
+            eqx.nn.LayerNorm(width) if normalise else eqx.nn.Identity() for _ in self.first
+        ]
         self.head = eqx.nn.Linear(width, outputs, key=keys[5])
 
     def __call__(self, x):
@@ -90,7 +92,9 @@ class ResidualCNN(eqx.Module):
     def __init__(self, key, mode="batch"):
         keys = jax.random.split(key, 4)
         sizes = ((1, 6), (6, 8), (8, 6))
-        self.convolutions = [eqx.nn.Conv2d(*s, 3, padding=1, key=k) for s, k in zip(sizes, keys, strict=False)]
+        self.convolutions = [
+            eqx.nn.Conv2d(*s, 3, padding=1, key=k) for s, k in zip(sizes, keys, strict=False)
+        ]
         self.norms = [eqx.nn.BatchNorm(size, "batch", mode=mode) for _, size in sizes]
         self.head = eqx.nn.Linear(6 * 16, 3, key=keys[3])
 
@@ -123,7 +127,9 @@ def residual_cnn(key, mode):
     """Return the network after a pass in training mode, so that running statistics differ between channels."""
     model, state = eqx.nn.make_with_state(ResidualCNN)(key, mode)
     images = normal(16, 1, 8, 8)(key)
-    apply = jax.vmap(lambda *args: model(*args), in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+    apply = jax.vmap(
+        lambda *args: model(*args), in_axes=(0, None), out_axes=(0, None), axis_name="batch"
+    )
     _, state = eqx.filter_jit(apply)(images, state)
     return model, state
 
@@ -139,7 +145,9 @@ class Block(eqx.Module):
     def __init__(self, width, key):
         keys = jax.random.split(key, 3)
         self.norms = [eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)]
-        biases = dict.fromkeys(("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias"), True)
+        biases = dict.fromkeys(
+            ("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias"), True
+        )
         self.attention = eqx.nn.MultiheadAttention(4, width, **biases, key=keys[0])
         self.first = eqx.nn.Linear(width, 24, key=keys[1])
         self.second = eqx.nn.Linear(24, width, key=keys[2])
@@ -188,7 +196,9 @@ class Recurrent(eqx.Module):
     def __call__(self, xs):
         zeros = jnp.zeros(self.cell.hidden_size)
         pair = isinstance(self.cell, eqx.nn.LSTMCell)
-        last, _ = jax.lax.scan(lambda h, x: (self.cell(x, h), None), (zeros, zeros) if pair else zeros, xs)
+        last, _ = jax.lax.scan(
+            lambda h, x: (self.cell(x, h), None), (zeros, zeros) if pair else zeros, xs
+        )
         return self.head(last[0] if pair else last)
 
 
@@ -223,8 +233,12 @@ class Stack(eqx.Module):
     def __init__(self, key, layers=3, width=8, hidden=10):
         keys = jax.random.split(key, 4)
         self.embed = eqx.nn.Linear(5, width, key=keys[0])
-        self.first = stacked(lambda key: eqx.nn.Linear(width, hidden, key=key), jax.random.split(keys[1], layers))
-        self.second = stacked(lambda key: eqx.nn.Linear(hidden, width, key=key), jax.random.split(keys[2], layers))
+        self.first = stacked(
+            lambda key: eqx.nn.Linear(width, hidden, key=key), jax.random.split(keys[1], layers)
+        )
+        self.second = stacked(
+            lambda key: eqx.nn.Linear(hidden, width, key=key), jax.random.split(keys[2], layers)
+        )
         self.head = eqx.nn.Linear(width, 3, key=keys[3])
 
     def __call__(self, x):
@@ -238,7 +252,9 @@ class Stack(eqx.Module):
 
 ZOO = {
     "perceptron": Kind(
-        lambda key: eqx.nn.MLP(5, 3, 8, 2, key=key), normal(12, 5), {"layers[0]": (8, "sg"), "layers[1]": (8, "sg")}
+        lambda key: eqx.nn.MLP(5, 3, 8, 2, key=key),
+        normal(12, 5),
+        {"layers[0]": (8, "sg"), "layers[1]": (8, "sg")},
     ),
     "tanh without biases": Kind(
         lambda key: eqx.nn.MLP(5, 3, 8, 2, activation=jnp.tanh, use_bias=False, key=key),
@@ -246,12 +262,18 @@ ZOO = {
         {"layers[0]": (8, "g"), "layers[1]": (8, "g")},
     ),
     "linear": Kind(
-        lambda key: eqx.nn.MLP(5, 3, 8, 1, activation=lambda x: x, key=key), normal(12, 5), {"layers[0]": (8, "sgr")}
+        lambda key: eqx.nn.MLP(5, 3, 8, 1, activation=lambda x: x, key=key),
+        normal(12, 5),
+        {"layers[0]": (8, "sgr")},
     ),
     "convolutional": Kind(
         lambda key: CNN(10, key=key),
         normal(3, 784),
-        {"encoder.convolutions[0]": (16, "sg"), "encoder.convolutions[1]": (32, "sg"), "encoder.head": (10, "sg")},
+        {
+            "encoder.convolutions[0]": (16, "sg"),
+            "encoder.convolutions[1]": (32, "sg"),
+            "encoder.head": (10, "sg"),
+        },
     ),
     "bilinear": Kind(
         lambda key: BilinearNetwork(5, 8, 3, bias=True, key=key),
@@ -259,7 +281,9 @@ ZOO = {
         {"embed": (8, "sgr"), "layers[0].left": (8, "sg")},
     ),
     "residual bilinear": Kind(
-        lambda key: BilinearNetwork(5, 8, 3, num_layers=2, residual=True, key=key), normal(12, 5), {"embed": (8, "sg")}
+        lambda key: BilinearNetwork(5, 8, 3, num_layers=2, residual=True, key=key),
+        normal(12, 5),
+        {"embed": (8, "sg")},
     ),
     "residual": Kind(
         lambda key: ResidualMLP(8, 10, normalise=False, key=key),
@@ -282,21 +306,34 @@ ZOO = {
         {
             "embedding": (16, "s"),
             "blocks[0].attention.query_proj": (4, "sg"),  # heads
-            "blocks[0].attention.query_proj:2": (4, "sgr"),  # queries and keys; their number is in the program
+            "blocks[0].attention.query_proj:2": (
+                4,
+                "sgr",
+            ),  # queries and keys; their number is in the program
             "blocks[0].attention.value_proj": (4, "sgr"),  # values and outputs
             "blocks[0].first": (24, "g"),
         },
         {"blocks[0].attention.query_proj:2": 4, "blocks[0].attention.value_proj": 4},
     ),
-    "gated recurrent": Kind(lambda key: Recurrent(eqx.nn.GRUCell, key), normal(5, 7, 4), {"cell": (6, "g")}),
-    "long short-term memory": Kind(lambda key: Recurrent(eqx.nn.LSTMCell, key), normal(5, 7, 4), {"cell": (6, "g")}),
+    "gated recurrent": Kind(
+        lambda key: Recurrent(eqx.nn.GRUCell, key), normal(5, 7, 4), {"cell": (6, "g")}
+    ),
+    "long short-term memory": Kind(
+        lambda key: Recurrent(eqx.nn.LSTMCell, key), normal(5, 7, 4), {"cell": (6, "g")}
+    ),
     "grouped convolutions": Kind(
         Depthwise,
         normal(4, 2, 12),
-        {"convolutions[0]": (4, "sg"), "convolutions[0]:2": (2, "sg"), "convolutions[2]": (3, "sg")},
+        {
+            "convolutions[0]": (4, "sg"),
+            "convolutions[0]:2": (2, "sg"),
+            "convolutions[2]": (3, "sg"),
+        },
         {"convolutions[0]:2": 4, "convolutions[2]": 4},
     ),
-    "stack in a scan": Kind(Stack, normal(12, 5), {"embed": (8, "sgr"), "first": (10, "sg")}, {"first": 3}),
+    "stack in a scan": Kind(
+        Stack, normal(12, 5), {"embed": (8, "sgr"), "first": (10, "sg")}, {"first": 3}
+    ),
 }
 
 

@@ -1,7 +1,7 @@
 """Valid calls of every public function of both packages: `CALLS` maps a function to one or several makers of arguments.
 
-A new public function needs a row here (`test_inputs.py` names the missing ones). Arguments are small, because the fuzz
-test runs every row dozens of times.
+A new public function needs a row here (`test_inputs.py` names the missing ones). Arguments are
+small, because the fuzz test runs every row dozens of times.
 """
 
 import pytest
@@ -29,7 +29,12 @@ MAY_PASS = {
         ("radii", "inf"): "no other class is anywhere",
         ("levels", "inf"): "nothing is certified there",
     },
-    bilinear.pair_mean: {("values", "NaN"): "returns a function", ("values", "inf"): "returns a function"},
-    training.CsvLog: {("columns", "a dict"): "names and values, whose number a run compares with its members"},
+    bilinear.pair_mean: {
+        ("values", "NaN"): "returns a function",
+        ("values", "inf"): "returns a function",
+    },
+    training.CsvLog: {
+        ("columns", "a dict"): "names and values, whose number a run compares with its members"
+    },
 }
 """What looks like bad input and is none: function -> {(argument, kind or None for all): why}."""

@@ -82,13 +82,23 @@ CALLS = {
     koopman.Laplacian: lambda: dict(length_scale=1.5),
     koopman.Matern: lambda: dict(length_scale=1.5, nu=2.5),
     koopman.Polynomial: lambda: dict(degree=3, gamma=0.5, offset=0.0),
-    koopman.FeatureMap: lambda: dict(features=2, encoder=encoder(), feature_norm=1.5, init="lecun", key=KEY),
-    koopman.Autoencoder: lambda: dict(features=2, orthogonal=True, upsampling="bilinear", init="lecun", key=KEY),
-    datasets.overdamped_langevin: lambda: STEPS | NOISY | dict(potential=energy, initial=np.ones((2, 3), np.float32)),
+    koopman.FeatureMap: lambda: dict(
+        features=2, encoder=encoder(), feature_norm=1.5, init="lecun", key=KEY
+    ),
+    koopman.Autoencoder: lambda: dict(
+        features=2, orthogonal=True, upsampling="bilinear", init="lecun", key=KEY
+    ),
+    datasets.overdamped_langevin: lambda: (
+        STEPS | NOISY | dict(potential=energy, initial=np.ones((2, 3), np.float32))
+    ),
     datasets.langevin_spectrum: lambda: dict(potential=energy, domain=(-3.0, 3.0)) | NOISY | CELLS,
-    datasets.prinz_langevin: lambda: STEPS | NOISY | dict(time_step=1e-3, initial=np.ones((2, 1), np.float32)),
+    datasets.prinz_langevin: lambda: (
+        STEPS | NOISY | dict(time_step=1e-3, initial=np.ones((2, 1), np.float32))
+    ),
     datasets.prinz_spectrum: lambda: NOISY | CELLS,
-    datasets.linear_system: lambda: RUN | dict(matrix=STABLE, noise=STABLE[:, :1], initial=np.ones(2, np.float32)),
+    datasets.linear_system: lambda: (
+        RUN | dict(matrix=STABLE, noise=STABLE[:, :1], initial=np.ones(2, np.float32))
+    ),
     datasets.linear_spectrum: lambda: dict(matrix=STABLE, degree=2, noise=STABLE),
     datasets.regime_switching_var: lambda: (
         RUN | REGIMES | dict(noise=0.1, initial=np.ones(2, np.float32), initial_regime=1)
@@ -102,11 +112,23 @@ CALLS = {
     datasets.ornstein_uhlenbeck: lambda: (
         RUN | dict(theta=1.0, sigma=1.0, time_step=0.1, initial=np.ones((2, 1), np.float32))
     ),
-    datasets.ornstein_uhlenbeck_spectrum: lambda: dict(theta=1.0, sigma=1.0, time_step=0.1, num_components=3),
-    datasets.duffing: lambda: (
-        STEPS | dict(initial=np.ones((2, 2), np.float32), alpha=0.5, beta=0.1, gamma=0.1, delta=2.5, omega=2.0)
+    datasets.ornstein_uhlenbeck_spectrum: lambda: dict(
+        theta=1.0, sigma=1.0, time_step=0.1, num_components=3
     ),
-    datasets.lorenz63: lambda: STEPS | dict(initial=np.ones((2, 3), np.float32), sigma=10.0, mu=28.0, beta=2.5),
+    datasets.duffing: lambda: (
+        STEPS
+        | dict(
+            initial=np.ones((2, 2), np.float32),
+            alpha=0.5,
+            beta=0.1,
+            gamma=0.1,
+            delta=2.5,
+            omega=2.0,
+        )
+    ),
+    datasets.lorenz63: lambda: (
+        STEPS | dict(initial=np.ones((2, 3), np.float32), sigma=10.0, mu=28.0, beta=2.5)
+    ),
     koopman.predict: lambda: dict(operator=operator(), x=X, steps=2),
     koopman.matrix_powers: lambda: dict(matrix=STABLE, exponents=np.array([1, 3])),
     koopman.diagnose: lambda: dict(operator=operator()) | PAIRS,
@@ -117,7 +139,11 @@ CALLS = {
     koopman.align_dynamics: lambda: ALIGN | dict(a=STABLE, b=TRANSITION),
     koopman.dynamical_distance: lambda: ALIGN | dict(a=STABLE, b=TRANSITION),
     koopman.pairwise_dynamical_distance: lambda: (
-        ALIGN | dict(operators=np.stack([STABLE, TRANSITION, -STABLE]), others=np.stack([STABLE.T, TRANSITION]))
+        ALIGN
+        | dict(
+            operators=np.stack([STABLE, TRANSITION, -STABLE]),
+            others=np.stack([STABLE.T, TRANSITION]),
+        )
     ),
     koopman.eigenvalue_distance: lambda: dict(
         eigenvalues_a=np.array([0.5, 0.1j, -0.1j], np.complex64),
@@ -127,11 +153,19 @@ CALLS = {
     koopman.Ridge: lambda: dict(alpha=0.1),
     koopman.PrincipalComponents: lambda: dict(rank=2, alpha=0.1, solver="krylov"),
     koopman.ReducedRank: lambda: dict(rank=2, alpha=0.1, solver="spectral"),
-    koopman.fit_generator: lambda: dict(x=X, jac=JACOBIAN, rank=2, diffusion=1.0, alpha=0.1, shift=1.0),
+    koopman.fit_generator: lambda: dict(
+        x=X, jac=JACOBIAN, rank=2, diffusion=1.0, alpha=0.1, shift=1.0
+    ),
     koopman.median_distance: lambda: dict(x=X, max_samples=10),
     koopman.encode: lambda: dict(model=encoder(), states=X),
     koopman.train_encoders: lambda: (
-        dict(model=feature_map(), loss="vamp", data=(X, Y), validation=(X, Y), optimizer=optax.adam(1e-3))
+        dict(
+            model=feature_map(),
+            loss="vamp",
+            data=(X, Y),
+            validation=(X, Y),
+            optimizer=optax.adam(1e-3),
+        )
         | dict(num_seeds=1, num_epochs=1, batch_size=6, key=KEY)
     ),
     koopman.validation_loss: lambda: (
@@ -142,7 +176,9 @@ CALLS = {
     koopman.vamp_score: lambda: (
         PAIRS | dict(x_test=X[:7], y_test=Y[:7], schatten_norm=2, center_covariances=True, rank=2)
     ),
-    koopman.dpnets_loss: lambda: PAIRS | dict(relaxed=False, metric_deformation=1.0, center_covariances=True),
+    koopman.dpnets_loss: lambda: (
+        PAIRS | dict(relaxed=False, metric_deformation=1.0, center_covariances=True)
+    ),
     koopman.spectral_contrastive_loss: lambda: dict(PAIRS),
     koopman.autoencoder_loss: lambda: (
         PAIRS
@@ -153,18 +189,29 @@ CALLS = {
     koopman.orthonormal_fro_reg: lambda: dict(x=X, key=KEY),
     koopman.orthonormal_logfro_reg: lambda: dict(x=X),
     koopman.nystroem_map: lambda: dict(kernel=KERNEL, centres=X[:4]),
-    koopman.choose_centres: lambda: dict(x=X, num_centres=4, key=KEY, method="leverage", kernel=KERNEL, alpha=0.1),
+    koopman.choose_centres: lambda: dict(
+        x=X, num_centres=4, key=KEY, method="leverage", kernel=KERNEL, alpha=0.1
+    ),
     koopman.fit: (
         lambda: FIT | dict(estimator=koopman.ReducedRank(2, 0.1, solver="dense")) | OPTIONS,
-        lambda: FIT | dict(estimator=koopman.PrincipalComponents(2, 0.1), kernel=kernel, center=False),
+        lambda: (
+            FIT | dict(estimator=koopman.PrincipalComponents(2, 0.1), kernel=kernel, center=False)
+        ),
         lambda: FIT | dict(estimator=koopman.Ridge(0.1), kernel=KERNEL, centres=X[:4], route="qr"),
     ),
-    koopman.lagged_pairs: lambda: dict(trajectories=np.stack([PATH, PATH]), lag=1, max_lag=2, trajectory_axis=0),
-    koopman.delay_embed: lambda: dict(trajectory=np.stack([PATH, PATH]), num_delays=3, stride=2, trajectory_axis=0),
+    koopman.lagged_pairs: lambda: dict(
+        trajectories=np.stack([PATH, PATH]), lag=1, max_lag=2, trajectory_axis=0
+    ),
+    koopman.delay_embed: lambda: dict(
+        trajectory=np.stack([PATH, PATH]), num_delays=3, stride=2, trajectory_axis=0
+    ),
     koopman.moments: lambda: PAIRS | dict(observable=OBSERVABLE, center=True),
     koopman.merge_moments: lambda: dict(first=koopman.moments(X, Y), second=koopman.moments(Y, X)),
     koopman.scan_moments: lambda: dict(
-        x=X.reshape(3, 4, 3), y=Y.reshape(3, 4, 3), observable=OBSERVABLE.reshape(3, 4, 2), center=True
+        x=X.reshape(3, 4, 3),
+        y=Y.reshape(3, 4, 3),
+        observable=OBSERVABLE.reshape(3, 4, 2),
+        center=True,
     ),
     koopman.eigenvalues: lambda: dict(operator=operator()),
     koopman.decompose: lambda: dict(operator=operator()),
