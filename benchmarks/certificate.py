@@ -1,7 +1,7 @@
 """Compare certified distances of trained bilinear networks with attacks, on real images.
 
     python benchmarks/certificate.py [--data mnist] [--hidden 300] [--epochs 20] [--images 100]
-    [--restarts 50]
+        [--restarts 50]
 
 For every image that the network classifies correctly, the certificate's example must have another
 class at 1.001 times the distance, and projected gradient ascent must find none at 0.999 times. Its

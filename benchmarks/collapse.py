@@ -1,7 +1,7 @@
 """Compare grokking sweeps with PyTorch: optimiser steps, a whole run with observations, and information.
 
-    python benchmarks/collapse.py [--steps 4000] [--members 1 30] [--repeats 3] [--only steps whole
-    knn]
+    python benchmarks/collapse.py [--steps 4000] [--members 1 30] [--repeats 3]
+        [--only steps whole knn]
 
 steps: 1 and 30 members (784-200-200-10, batches of 100) against a lean PyTorch loop (batches cut
 from a tensor), one member after another, with PyTorch's default and fused AdamW, each at its best

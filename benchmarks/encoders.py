@@ -1,7 +1,7 @@
 """Compare encoders of a sequence with the same network in a plain PyTorch CPU loop, one seed after another.
 
-    python benchmarks/encoders.py [--seeds 1 4] [--repeats 5] [--threads 2] [--losses vamp
-    contrastive] [--only result]
+    python benchmarks/encoders.py [--seeds 1 4] [--repeats 5] [--threads 2]
+        [--losses vamp contrastive] [--only result]
 
 epochs: one epoch of S seeds. result: time and correct forecasts of a short recipe, ours and
 PyTorch's, and of the published one in PyTorch, by the contrastive loss. (By VAMP's, PyTorch's

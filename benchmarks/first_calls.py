@@ -1,7 +1,7 @@
 """Count the programs that first calls compile, and their CPU seconds, without a cache of compiled programs.
 
-    python benchmarks/first_calls.py [--only JOB ...] [--repeats 3] [--against FILE] [--out
-    first_calls.json]
+    python benchmarks/first_calls.py [--only JOB ...] [--repeats 3] [--against FILE]
+        [--out first_calls.json]
 
 Each job of `tests/tools/first_calls.py` runs in fresh processes, with the package that `PYTHONPATH`
 or the environment names. Seconds are CPU seconds of the process, the median of the repeats.

@@ -3,8 +3,8 @@
 Single fits are plain calls on NumPy's arrays, which are diagnosed, and compiled ones, which are
 not.
 
-    python benchmarks/operators.py                 # 5000 samples: 784 pixels, rank 5; Lorenz 63
-    with kernels, rank 25 python benchmarks/operators.py --samples 500   # small
+    python benchmarks/operators.py                 # 5000 samples: 784 pixels; Lorenz 63
+    python benchmarks/operators.py --samples 500   # small
 
 Everything is float64, as in the peer. Times are medians, compile time is apart, and eigenvalues are
 compared. The linear data are ordered digits, from MNIST if DISSOCIATION_DATA names its folder, else

@@ -1,7 +1,7 @@
 """Compare the converged cross-validated probe with scikit-learn, fold by fold, on the same features.
 
-    python benchmarks/probes.py                                  # 10 000 samples, 1024 features, 10
-    folds, 10 classes python benchmarks/probes.py --samples 1000 --features 128    # small
+    python benchmarks/probes.py                                  # 10 000 samples, 1024 features
+    python benchmarks/probes.py --samples 1000 --features 128    # small
 
 Features are post-activations of a ReLU network trained for a few epochs, on MNIST if
 DISSOCIATION_DATA names its folder, else on synthetic clusters. Both sides minimise the same loss (C

@@ -1,15 +1,15 @@
 """Compare the 40-scale input-noise sweep with common noise with evaluations of the whole network at every scale.
 
-    python benchmarks/robustness.py [--seeds 2] [--samples 10000] [--repeats 3] [--only
-    ours|jitted|unjitted]
+    python benchmarks/robustness.py [--seeds 2] [--samples 10000] [--repeats 3]
+        [--only ours|jitted|unjitted]
 
 Three ways to the same curves of stacked 784-1024-1024-10 networks:
-  ours      `input_noise_error`: the first layer, linear in the scale, applied twice instead of 40
-  times; jitted,
-            members and scales sequentially.
+  ours      `input_noise_error`: the first layer, linear in the scale, applied twice instead of
+            40 times; jitted, members and scales sequentially.
   jitted    the network on `images + scale * noise`, scales mapped in batches of 16, members
-  vmapped, jitted. unjitted  the same call without jit, as in the published notebook; compile times
-  count, ours too.
+            vmapped, jitted.
+  unjitted  the same call without jit, as in the published notebook; compile times count, ours
+            too.
 Each way runs in a separate process, for its peak memory.
 """
 

@@ -1,7 +1,7 @@
 """Compare linear CKA, shapes and RSA of all pairs of representations with NumPy and rsatoolbox, on the same arrays.
 
-    python benchmarks/similarity.py                    # 64 members of 1000 x 512; 20 members x 4
-    layers of 1000 x 64 python benchmarks/similarity.py --members 16 --layers 1 --repeats 3
+    python benchmarks/similarity.py                    # 64 members of 1000 x 512
+    python benchmarks/similarity.py --members 16 --layers 1 --repeats 3
 
 Features are 20 causes, mixed by a random map per member, and noise. The peers' numbers are compared
 with ours. Loops over pairs that would take minutes are timed on some of the pairs and scaled up, as

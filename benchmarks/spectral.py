@@ -1,7 +1,7 @@
 """Compare bilinear networks with PyTorch: training epochs, several seeds, and eigendecompositions.
 
-    python benchmarks/spectral.py [--samples 60000] [--repeats 3] [--epochs 3] [--only training
-    seeds decompose]
+    python benchmarks/spectral.py [--samples 60000] [--repeats 3] [--epochs 3]
+        [--only training seeds decompose]
 
 training: epochs at size 300, against a lean PyTorch loop (batches cut from a tensor) and the
 published kind of loader (samples indexed one by one and stacked). seeds: epochs of 5 networks of

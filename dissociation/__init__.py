@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "load", "fit_classifiers", "fit", "fit_grid", "Grid", "Epochs", "make_step", "member", "take", "map_members",
-    "bmap", "member_mesh", "use_all_cores", "neuron_groups", "scale", "permute", "rotate", "duplicate", "add_nuisance",
-    "null_perturb", "certify", "representations", "MEASURES", "compare", "pairwise", "linear_cka", "debiased_cka",
-    "show", "save_results", "load_results",
+    "load", "fit_classifiers", "fit", "fit_grid", "Grid", "Epochs", "make_step", "member", "take",
+    "map_members", "bmap", "member_mesh", "use_all_cores", "neuron_groups", "scale", "permute",
+    "rotate", "duplicate", "add_nuisance", "null_perturb", "certify", "representations", "MEASURES",
+    "compare", "pairwise", "linear_cka", "debiased_cka", "show", "save_results", "load_results",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "lagged_pairs", "delay_embed", "Moments", "moments", "merge_moments", "scan_moments", "fit", "diagnose", "Ridge",
-    "PrincipalComponents", "ReducedRank", "Operator", "Linear", "RBF", "Laplacian", "Matern", "Polynomial",
-    "median_distance", "nystroem_map", "choose_centres", "eigenvalues", "decompose", "right_eigenfunctions",
-    "left_eigenfunctions", "modes", "singular_values", "eigenpairs", "predict", "matrix_powers", "risk", "score",
-    "fit_generator", "transition_matrix", "dynamical_distance", "pairwise_dynamical_distance", "align_dynamics",
-    "eigenvalue_distance",
-    "train_encoders", "encode", "validation_loss", "FeatureMap",
-    "Autoencoder", "vamp_loss", "vamp_score", "dpnets_loss", "spectral_contrastive_loss", "autoencoder_loss",
-    "energy_loss", "orthonormal_fro_reg", "orthonormal_logfro_reg",
+    "lagged_pairs", "delay_embed", "Moments", "moments", "merge_moments", "scan_moments", "fit",
+    "diagnose", "Ridge", "PrincipalComponents", "ReducedRank", "Operator", "Linear", "RBF",
+    "Laplacian", "Matern", "Polynomial", "median_distance", "nystroem_map", "choose_centres",
+    "eigenvalues", "decompose", "right_eigenfunctions", "left_eigenfunctions", "modes",
+    "singular_values", "eigenpairs", "predict", "matrix_powers", "risk", "score", "fit_generator",
+    "transition_matrix", "dynamical_distance", "pairwise_dynamical_distance", "align_dynamics",
+    "eigenvalue_distance", "train_encoders", "encode", "validation_loss", "FeatureMap",
+    "Autoencoder", "vamp_loss", "vamp_score", "dpnets_loss", "spectral_contrastive_loss",
+    "autoencoder_loss", "energy_loss", "orthonormal_fro_reg", "orthonormal_logfro_reg",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

@@ -182,7 +182,7 @@ def bad_values(rule, value):
         }
     if isinstance(value, np.ndarray | jax.Array) and value.ndim:
         return bad | bad_arrays(rule, np.asarray(value))
-    if rule.exact and all(form.place is not tuple for form in rule.forms):
+    if rule.exact and all(form.container is not tuple for form in rule.forms):
         scalars = {
             "True": True,
             "half": 1.5,

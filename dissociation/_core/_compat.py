@@ -18,7 +18,7 @@ ENTRIES = {
 PARAMETERS = {
     "axes": "argmax argmin reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or",
     "axis": "cumsum cumprod cummax cummin cumlogsumexp split stack top_k unstack",
-    "batch_group_count feature_group_count lhs_dilation padding rhs_dilation window_strides": "conv_general_dilated",
+    "batch_group_count feature_group_count padding": "conv_general_dilated",
     "body_jaxpr body_nconsts cond_jaxpr cond_nconsts": "while",
     "branches": "cond",
     "broadcast_dimensions": "broadcast_in_dim",
@@ -28,6 +28,7 @@ PARAMETERS = {
     "fft_lengths": "fft",
     "fill_value slice_sizes": "gather",
     "jaxpr length num_carry num_consts": "scan",
+    "lhs_dilation rhs_dilation window_strides": "conv_general_dilated",
     "limit_indices start_indices strides": "slice",
     "mode": "gather scatter",
     "new_dtype": "convert_element_type",
@@ -44,22 +45,21 @@ PARAMETERS = {
 
 def parameters(equation: Any) -> dict[str, Any]:
     """Return the parameters of an operation, or raise if this JAX lacks one."""
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    params = equation.params
     if name == "scan" and "ft_in" in params:  # as JAX 0.12 groups a loop's operands
         consts, carry, _ = params["ft_in"].unpack()
         params = params | {"num_consts": len(consts), "num_carry": len(carry)}
-    wanted = {
-        each
-        for names, primitives in PARAMETERS.items()
-        if name in primitives.split()
-        for each in names.split()
-    }
-    if lacks := sorted(wanted - params.keys()):
-        words = (
-            f"JAX {jax.__version__} lacks {lacks} of {name}, needed for `neuron_groups`. "
+    required = set()
+    for names, primitives in PARAMETERS.items():
+        if name in primitives.split():
+            required.update(names.split())
+    missing = sorted(required - params.keys())
+    if missing:
+        raise ImportError(
+            f"JAX {jax.__version__} lacks {missing} of {name}, needed for `neuron_groups`. "
             "Install an older JAX."
         )
-        raise ImportError(words)
     return params
 
 
@@ -73,13 +73,15 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in ENTRIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute, needed = ENTRIES[name]
+    module, attribute, feature = ENTRIES[name]
     try:
         # An entry is imported at its first use, so that without it everything else works.
-        found = importlib.import_module(module)
-        return found if attribute is None else getattr(found, attribute)
+        imported = importlib.import_module(module)
+        if attribute is None:
+            return imported
+        return getattr(imported, attribute)
     except (ImportError, AttributeError) as error:
-        lacks = module if attribute is None else f"{module}.{attribute}"
+        missing = module if attribute is None else f"{module}.{attribute}"
         raise ImportError(
-            f"JAX {jax.__version__} lacks {lacks}, needed for {needed}. Install an older JAX."
+            f"JAX {jax.__version__} lacks {missing}, needed for {feature}. Install an older JAX."
         ) from error

@@ -21,28 +21,36 @@ class WrongValue(ValueError):
     """Error of a wrong argument."""
 
 
-def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
-    """Raise a `WrongValue`, "`name` must `wanted`, got `got`. `advice`."."""
-    tail = f" {advice}." if advice else ""
-    raise WrongValue(
-        f"`{name}` must {wanted}, got {str(got).removesuffix('.') or 'nothing'}.{tail}"
-    )
+def fail(
+    name: str,
+    requirement: str,
+    received: object,
+    advice: str = "",
+    error: type[Exception] = WrongValue,
+) -> NoReturn:
+    """Raise an error, "`name` must `requirement`, got `received`. `advice`."."""
+    words = str(received).removesuffix(".") or "nothing"
+    message = f"`{name}` must {requirement}, got {words}."
+    if advice:
+        message += f" {advice}."
+    raise error(message)
 
 
-def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
+def fail_kind(name: str, requirement: str, received: object, advice: str = "") -> NoReturn:
     """Raise a `TypeError` with the message of `fail`."""
-    tail = f" {advice}." if advice else ""
-    raise TypeError(f"`{name}` must {wanted}, got {str(got).removesuffix('.') or 'nothing'}.{tail}")
+    fail(name, requirement, received, advice, TypeError)
 
 
 def warn(
     message: str, category: type[Warning] = RuntimeWarning, *, gates: int = sys.maxsize
 ) -> None:
-    """Warn at the user's line, unless more than `gates` calls of `validated` functions lie in between."""
-    frame, level = sys._getframe(1), 2
+    """Warn at the user's line, unless more than `gates` `validated` calls lie in between."""
+    frame = sys._getframe(1)
+    level = 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
         gates -= frame.f_code.co_name == "gate"
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += 1
     # An outer validated function has already warned of its argument.
     if gates >= 0:
         warnings.warn(message, category, stacklevel=level)
@@ -50,7 +58,8 @@ def warn(
 
 def that_differ(names: Sequence[str]) -> str:
     """Return names and a verb that complete "whose ..."."""
-    return f"{', '.join(names)} {'differs' if len(names) == 1 else 'differ'}"
+    verb = "differs" if len(names) == 1 else "differ"
+    return f"{', '.join(names)} {verb}"
 
 
 def is_traced(value: Any) -> bool:
@@ -58,23 +67,25 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
-def check_known(reason: str, *, advice: str = "Call it outside of jit", **given: Any) -> None:
+def check_known(reason: str, *, advice: str = "Call it outside of jit", **arguments: Any) -> None:
     """Raise if arrays of an argument are traced, which `reason` does not allow."""
-    for name, value in given.items():
+    requirement = "be known"
+    if reason:
+        requirement = f"be known: {reason}"
+    for name, value in arguments.items():
         if any(map(is_traced, jax.tree.leaves(value))):
-            fail_kind(
-                name, f"be known: {reason}" if reason else "be known", "a traced value", advice
-            )
+            fail_kind(name, requirement, "a traced value", advice)
 
 
-def _check_range(name: str, value: Any, wanted: str, *, zero: bool) -> None:
+def _check_range(name: str, value: Any, requirement: str, *, may_be_zero: bool) -> None:
     if is_traced(value):
         return
     number = np.asarray(value)
     if number.dtype.kind not in "iuf" and not jnp.issubdtype(number.dtype, jnp.floating):
         fail_kind(name, "be a real number", repr(value))
-    if not np.all(np.isfinite(number) & (number >= 0 if zero else number > 0)):
-        fail(name, wanted, value)
+    is_in_range = number >= 0 if may_be_zero else number > 0
+    if not np.all(np.isfinite(number) & is_in_range):
+        fail(name, requirement, value)
 
 
 def check_single(name: str, value: Any) -> None:
@@ -87,12 +98,12 @@ def check_single(name: str, value: Any) -> None:
 
 def check_positive(name: str, value: Any) -> None:
     """Raise unless every known entry of `value` is positive and finite."""
-    _check_range(name, value, "be positive and finite", zero=False)
+    _check_range(name, value, "be positive and finite", may_be_zero=False)
 
 
 def check_non_negative(name: str, value: Any) -> None:
     """Raise unless every known entry of `value` is non-negative and finite."""
-    _check_range(name, value, "be non-negative and finite", zero=True)
+    _check_range(name, value, "be non-negative and finite", may_be_zero=True)
 
 
 def check_level(level: float) -> None:
@@ -102,7 +113,7 @@ def check_level(level: float) -> None:
 
 
 def check_count(name: str, value: Any, *, minimum: int = 0, maximum: int | None = 2**31 - 1) -> int:
-    """Return `value` as a Python int, or raise unless it is an untraced integer from `minimum` to `maximum`."""
+    """Return an untraced integer as a Python int; raise if it is not in `minimum` to `maximum`."""
     # Counts set shapes, so they are static. The default maximum is the largest size of an axis.
     if is_traced(value) or isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"`{name}` must be a Python integer (it sets a shape), got {value!r}.")
@@ -115,19 +126,23 @@ def check_count(name: str, value: Any, *, minimum: int = 0, maximum: int | None 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise unless `value` is one of `choices`, which the error lists."""
-    known = tuple(choices)
-    if value not in known:
-        one = f"be one of {', '.join(map(repr, known))}"
-        fail(name, one if known else "be left out, as there is nothing to choose from", repr(value))
+    choices = tuple(choices)
+    if value not in choices:
+        requirement = "be left out, as there is nothing to choose from"
+        if choices:
+            requirement = f"be one of {', '.join(map(repr, choices))}"
+        fail(name, requirement, repr(value))
 
 
 def check_classes(name: str, labels: ArrayLike, num_classes: int) -> None:
     """Raise if a label that is not traced lies outside of 0 to `num_classes` - 1."""
     if is_traced(labels) or not np.size(labels):
         return
-    known = np.asarray(labels)  # under a trace, results computed from JAX arrays are traced
-    if known.min() < 0 or known.max() >= num_classes:
-        fail(name, f"lie between 0 and {num_classes - 1}", f"{known.min()} to {known.max()}")
+    integers = np.asarray(labels)  # under a trace, results computed from JAX arrays are traced
+    smallest = integers.min()
+    largest = integers.max()
+    if smallest < 0 or largest >= num_classes:
+        fail(name, f"lie between 0 and {num_classes - 1}", f"{smallest} to {largest}")
 
 
 def check_finite(name: str, array: ArrayLike) -> None:
@@ -153,32 +168,38 @@ def check_call(name: str, function: Any, arguments: Sequence[str], advice: str =
         try:
             signature.bind(*arguments)
         except TypeError:
-            fail_kind(
-                name, f"take {len(arguments)} arguments ({', '.join(arguments)})", signature, advice
-            )
+            requirement = f"take {len(arguments)} arguments ({', '.join(arguments)})"
+            fail_kind(name, requirement, signature, advice)
 
 
 def check_takes(name: str, model: Any, example: Any) -> Any:
-    """Return the shapes and dtypes of a model's outputs for one example; raise a `TypeError` if it fails."""
-    shapes = jax.tree.map(lambda part: jax.ShapeDtypeStruct(np.shape(part), part.dtype), example)
-    sizes = jax.tree.map(lambda part: part.shape, shapes)
-    wanted = f"take one example of shape {sizes}"
+    """Return the shapes and dtypes of a model's outputs for one example.
+
+    Raise a `TypeError` if the call fails.
+    """
+    structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), example)
     try:
-        return jax.eval_shape(model, shapes)
+        return jax.eval_shape(model, structs)
     except WrongValue:
         raise
     except (TypeError, ValueError, IndexError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        first = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
-        if first.startswith(f"`{name}` must "):
+        num_lines = 2 if lines[0].endswith(":") else 1
+        reason = " ".join(lines[:num_lines]).rstrip(".")
+        if reason.startswith(f"`{name}` must "):
             raise
+        shapes = jax.tree.map(np.shape, example)
         raise TypeError(
-            f"`{name}` must {wanted} (a single model, no stacked ones), got an error: {first}."
+            f"`{name}` must take one example of shape {shapes} (a single model, no stacked ones), "
+            f"got an error: {reason}."
         ) from error
 
 
 def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a model's output for one example; raise unless it is one real array."""
+    """Return the shape and dtype of a model's output for one example, or raise.
+
+    The output must be one real array.
+    """
     output = check_takes(name, model, example)
     if not isinstance(output, jax.ShapeDtypeStruct):
         fail_kind(name, "give one array", f"{jax.tree.structure(output)}")
@@ -190,11 +211,11 @@ def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_same_length(
-    first: str, length: int, second: str, other: int, meaning: str = "samples"
+    first: str, first_length: int, second: str, second_length: int, meaning: str = "samples"
 ) -> None:
     """Raise unless two arguments have the same number of `meaning`."""
-    if length != other:
-        fail(second, f"have as many {meaning} as `{first}` ({length})", other)
+    if first_length != second_length:
+        fail(second, f"have as many {meaning} as `{first}` ({first_length})", second_length)
 
 
 def check_distinct(name: str, values: Sequence[Any]) -> None:

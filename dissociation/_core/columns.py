@@ -31,21 +31,35 @@ class Reading(NamedTuple):
     @property
     def runs(self) -> list[Any]:
         """Return the names of runs."""
-        if self.run is None:
-            return []
-        return list(self.run) if isinstance(self.run, list | tuple) else [self.run]
+        if isinstance(self.run, tuple):
+            return list(self.run)
+        return _listed(self.run)
 
     def call(self, run: Any, time: Any, columns: Any) -> str:
         """Return the words that advise a call."""
         if self.by_index and not self.takes_names:
             states = "" if columns is None else f"[{columns}]"
-            levels = [*(run if isinstance(run, list) else [run] * (run is not None)), time]
-            if time is not None:
-                return f"pass frame.set_index({levels}){states}"
-            return f"pass [part{states} for _, part in frame.groupby({run!r})]"
-        names = {"run": run, "time": time, "columns": columns}
-        given = ", ".join(f"{name}={value!r}" for name, value in names.items() if value is not None)
-        return f"pass {given}" if self.takes_names else f"use lagged_pairs(frame, {given})"
+            if time is None:
+                return f"pass [part{states} for _, part in frame.groupby({run!r})]"
+            return f"pass frame.set_index({[*_listed(run), time]}){states}"
+
+        arguments = []
+        for name, label in {"run": run, "time": time, "columns": columns}.items():
+            if label is not None:
+                arguments.append(f"{name}={label!r}")
+        words = ", ".join(arguments)
+        if self.takes_names:
+            return f"pass {words}"
+        return f"use lagged_pairs(frame, {words})"
+
+
+def _listed(run: Any) -> list[Any]:
+    """Return one label or a list of labels as a list, which is empty for None."""
+    if isinstance(run, list):
+        return run
+    if run is None:
+        return []
+    return [run]
 
 
 class Doubts(NamedTuple):
@@ -62,49 +76,55 @@ class Doubts(NamedTuple):
 
 
 def doubts_of(table: Any, run: Any = None) -> Doubts:
-    """Return the doubts about the columns of a frame; `run` has the codes of its rows' runs, if they are known."""
-    found = Doubts([], [], [], [])
+    """Return the doubts about the columns of a frame.
+
+    `run` has the codes of the rows' runs, if they are known.
+    """
     number = len(table)
-    order = np.arange(number) if run is None else np.argsort(run, kind="stable")
-    starts = np.zeros(number - 1, bool) if run is None else np.diff(run[order]) != 0
-    columns = list(_known(table, order))
-    counts = 0
+    order = np.arange(number)
+    is_start = np.zeros(number - 1, bool)
+    if run is not None:
+        order = np.argsort(run, kind="stable")
+        is_start = np.diff(run[order]) != 0
+    columns = list(_complete_columns(table, order))
+    runs = []
+    labels = []
+    num_repeating = 0
     for label, kind, values in columns:
         if kind == "M":
             continue
         codes = np.unique(values, return_inverse=True)[1]
-        changes = np.diff(codes) != 0
-        blocks = np.diff(np.flatnonzero(np.concatenate([[True], changes, [True]])))
-        distinct = int(codes.max()) + 1
-        whole = kind in "biu" or (kind == "f" and (values == np.round(values)).all())
-        counts += whole and distinct < number
-        if distinct > 1 and len(blocks) == distinct and blocks.min() > 1:
-            found.runs.append(label)
-            starts = starts | changes
-        elif 1 < distinct < number and (
-            kind == "O" or (whole and number >= FEWEST and 4 * distinct <= number)
-        ):
-            found.labels.append(label)
-    for label, kind, values in columns:
-        if kind == "M":
-            found.clocks.append(label)
-        elif (
-            kind in "iuf"
-            and label not in found.runs
-            and number >= FEWEST
-            and (rises := _rise(values, starts))
-        ):
-            (found.clocks if rises == "always" else found.wraps).append(label)
-            if label in found.labels:
-                found.labels.remove(label)
-    if 2 * counts > len(columns):  # as in a table of counts or pixels
-        return found._replace(labels=[label for label in found.labels if is_text(table[label])])
-    return found
+        is_change = np.diff(codes) != 0
+        edges = np.flatnonzero(np.concatenate([[True], is_change, [True]]))
+        lengths = np.diff(edges)
+        num_distinct = int(codes.max()) + 1
+        is_whole = kind in "biu" or (kind == "f" and (values == np.round(values)).all())
+        num_repeating += is_whole and num_distinct < number
+
+        is_few = is_whole and number >= FEWEST and 4 * num_distinct <= number
+        if num_distinct > 1 and len(lengths) == num_distinct and lengths.min() > 1:
+            runs.append(label)
+            is_start = is_start | is_change
+        elif 1 < num_distinct < number and (kind == "O" or is_few):
+            labels.append(label)
+
+    rises = {label: _rise(kind, values, is_start) for label, kind, values in columns}
+    clocks = [label for label in rises if rises[label] == "always" and label not in runs]
+    wraps = [label for label in rises if rises[label] == "again" and label not in runs]
+    labels = [label for label in labels if not rises[label]]
+    if 2 * num_repeating > len(columns):  # as in a table of counts or pixels
+        labels = [label for label in labels if is_text(table[label])]
+    return Doubts(clocks, wraps, runs, labels)
 
 
-def _known(table: Any, order: np.ndarray) -> Iterator[tuple[Any, str, np.ndarray]]:
-    """Yield label, kind and values of the columns without missing values: "M" for dates, "O" for text and objects."""
-    for label in table.columns if table.columns.is_unique else ():
+def _complete_columns(table: Any, order: np.ndarray) -> Iterator[tuple[Any, str, np.ndarray]]:
+    """Yield label, kind and sorted values of the columns without missing values.
+
+    The kind is that of the dtype, or "M" for dates, and "O" for text and objects.
+    """
+    if not table.columns.is_unique:
+        return
+    for label in table.columns:
         column = table[label]
         kind = getattr(column.dtype, "kind", "O")
         is_date = kind in "mM" or hasattr(column.array, "asi8")
@@ -113,7 +133,8 @@ def _known(table: Any, order: np.ndarray) -> Iterator[tuple[Any, str, np.ndarray
         elif kind not in "biuf":
             yield label, "O", column.astype(str).to_numpy()[order]
         elif not column.isna().any():
-            yield label, kind, np.asarray(column.array, float if kind == "f" else None)[order]
+            dtype = float if kind == "f" else None
+            yield label, kind, np.asarray(column.array, dtype)[order]
 
 
 def is_text(column: Any) -> bool:
@@ -121,217 +142,271 @@ def is_text(column: Any) -> bool:
     return getattr(column.dtype, "kind", "O") not in "biufmM"
 
 
-def _rise(values: np.ndarray, starts: np.ndarray) -> str:
-    """Return "always" for numbers that rise in every row but at starts, "again" if they also start again, or ""."""
+def _rise(kind: str, values: np.ndarray, is_start: np.ndarray) -> str:
+    """Return "always" for dates, and for numbers that rise in every row but at starts of runs.
+
+    Return "again" if numbers also start again near their least, and "" for other columns.
+    """
+    if kind == "M":
+        return "always"
+    if kind not in "iuf" or len(values) < FEWEST:
+        return ""
     head = np.diff(values[:FEWEST].astype(float))
     if np.sum(head <= 0) > FEWEST // 2:
         return ""  # as for most columns
-    steps = np.diff(values.astype(float))
-    rises, falls = (steps > 0) & ~starts, (steps <= 0) & ~starts
-    if rises.sum() < FEWEST - 1:
+    numbers = values.astype(float)
+    steps = np.diff(numbers)
+    is_rise = (steps > 0) & ~is_start
+    is_fall = (steps <= 0) & ~is_start
+    if is_rise.sum() < FEWEST - 1:
         return ""
-    if not falls.any():
+    if not is_fall.any():
         return "always"
-    span = np.ptp(values.astype(float))
-    near = values.min() + min(max(0.1 * span, 1.01 * np.median(steps[rises])), 0.25 * span)
-    return "again" if 4 * falls.sum() <= rises.sum() and (values[1:][falls] <= near).all() else ""
+
+    span = np.ptp(numbers)
+    reach = max(0.1 * span, 1.01 * np.median(steps[is_rise]))
+    highest_start = values.min() + min(reach, 0.25 * span)
+    starts = values[1:][is_fall]
+    is_rare = 4 * is_fall.sum() <= is_rise.sum()
+    if is_rare and (starts <= highest_start).all():
+        return "again"
+    return ""
 
 
 def rises_within(run: np.ndarray, times: np.ndarray) -> bool:
     """Return True if numbers rise from row to row of each run."""
     order = np.argsort(run, kind="stable")
-    rising = np.diff(times[order].astype(float)) > 0
-    return bool((rising | (np.diff(run[order]) != 0)).all()) and bool(rising.any())
+    is_rise = np.diff(times[order].astype(float)) > 0
+    is_new_run = np.diff(run[order]) != 0
+    return bool((is_rise | is_new_run).all()) and bool(is_rise.any())
 
 
 def are_even(times: np.ndarray) -> bool:
-    """Return True if numbers have even steps but for rounding, which is less than a tenth of a step."""
+    """Return True if steps of numbers are even but for rounding, less than a tenth of a step."""
     steps = np.diff(times.astype(float) if times.dtype.kind == "u" else times)
-    off = np.append(0, np.cumsum(steps)) / steps.mean() - np.arange(len(times))
-    return bool(np.abs(off).max() <= 0.1)
+    elapsed = np.append(0, np.cumsum(steps))
+    deviations = elapsed / steps.mean() - np.arange(len(times))
+    return bool(np.abs(deviations).max() <= 0.1)
 
 
 def advice_on(doubts: Doubts, table: Any, reading: Reading) -> str:
-    """Return the calls that read a frame, whose columns are in doubt, as trajectories or as states."""
-    marked = [label for part in doubts for label in part]
+    """Return the calls that read a frame with doubtful columns as trajectories or as states."""
+    doubted = [*doubts.clocks, *doubts.wraps, *doubts.runs, *doubts.labels]
     if not reading.in_time:
-        labels = [*doubts.runs, *doubts.labels]
-        groups = (
-            f". Rows of one label depend on each other: groups={labels[0]!r}, where it is taken"
-            if labels
-            else ""
-        )
-        return (
-            f"Drop them, frame.drop(columns={marked}); if all are features, pass "
-            f"frame.to_numpy(){groups}"
-        )
-    others = [
-        label for label in table.columns if label not in (*marked, reading.time, *reading.runs)
-    ]
-    numbers = [label for label in table.columns if label not in (reading.time, *reading.runs)]
-    numbers = [label for label in numbers if table[label].dtype.kind in "biuf"]
-    as_states = (
-        f"columns={numbers}" if reading.takes_names and len(numbers) < 9 else "frame.to_numpy()"
-    )
-    as_states = f"If {marked} are states, pass {as_states}"
+        return _advice_on_features(doubts, doubted)
+
+    named = (reading.time, *reading.runs)
+    unnamed = [label for label in table.columns if label not in named]
+    states = [label for label in unnamed if label not in doubted]
+    numeric = [label for label in unnamed if table[label].dtype.kind in "biuf"]
+    call_of_states = "frame.to_numpy()"
+    if reading.takes_names and len(numeric) < 9:
+        call_of_states = f"columns={numeric}"
+    as_states = f"If {doubted} are states, pass {call_of_states}"
+
     pairs = _pairs(doubts, table, reading)
     if not pairs and doubts.wraps and not reading.runs:
         label = doubts.wraps[0]
-        rest = None if set(marked) == {label} else others
-        return f"{_begins(table, label, reading, rest)}. {as_states}"
+        columns = None if set(doubted) == {label} else states
+        return f"{_begins(table, label, reading, columns)}. {as_states}"
+
+    # Without a pair of runs and a clock, name one of them.
     runs = [*reading.runs, *doubts.runs, *doubts.labels]
-    alone = (next(iter(runs), None), None if runs else next(iter(doubts.clocks), None))
-    calls = [
-        _call(table, run, time, None if set(marked) <= {run, time} else others, others, reading)
-        for run, time in pairs or [alone]
-    ]
+    run = next(iter(runs), None)
+    clock = None
+    if not runs:
+        clock = next(iter(doubts.clocks), None)
+    calls = []
+    for pair in pairs or [(run, clock)]:
+        columns = None if set(doubted) <= set(pair) else states
+        calls.append(_call(table, *pair, columns, states, reading))
     words = ", or, if rows are in the order of time, ".join(calls)
-    if alone[0] in doubts.labels and not pairs:
-        return f"If {alone[0]!r} labels runs, {words}. {as_states}"
+    if run in doubts.labels and not pairs:
+        return f"If {run!r} labels runs, {words}. {as_states}"
     return f"{words[0].upper()}{words[1:]}. {as_states}"
 
 
-def _call(table: Any, run: Any, time: Any, columns: Any, others: Any, reading: Reading) -> str:
+def _advice_on_features(doubts: Doubts, doubted: list[Any]) -> str:
+    """Return the calls that drop doubtful columns, or take all columns as features."""
+    advice = f"Drop them, frame.drop(columns={doubted}); if all are features, pass frame.to_numpy()"
+    labels = [*doubts.runs, *doubts.labels]
+    if labels:
+        advice += (
+            f". Rows of one label depend on each other: groups={labels[0]!r}, where it is taken"
+        )
+    return advice
+
+
+def _call(table: Any, run: Any, time: Any, columns: Any, states: Any, reading: Reading) -> str:
     """Return the words that advise a call for a run and a clock, whose steps may be uneven."""
-    named = run if reading.run is None else reading.run
-    if time is None or _even_within(table, run, time):
-        return reading.call(named, time, columns)
-    times = _numbers(table, time)
-    steps = np.diff(times.astype(float))
-    step = np.median(steps[steps > 0]) if (steps > 0).any() else 0.0
-    ratios = steps[steps > 0] / step
-    if (
-        np.abs(ratios - np.round(ratios)).max(initial=0.0) > 0.1
-        or not (ratios > 1.5).any()
-        or time not in table.columns
-    ):
-        counted = reading.call(named, None, others)
-        return f"{counted} to count rows as steps, because those of {time!r} are uneven"
-    parts = [*(named if isinstance(named, list) else [named] * (named is not None)), "part"]
+    runs = run if reading.run is None else reading.run
+    if time is None or _is_even_within(table, run, time):
+        return reading.call(runs, time, columns)
+
+    steps = np.diff(_numbers(table, time).astype(float))
+    steps = steps[steps > 0]
+    step = np.median(steps) if steps.size else 0.0
+    ratios = steps / step
+    is_uneven = np.abs(ratios - np.round(ratios)).max(initial=0.0) > 0.1
+    if is_uneven or not (ratios > 1.5).any() or time not in table.columns:
+        call = reading.call(runs, None, states)
+        return f"{call} to count rows as steps, because those of {time!r} are uneven"
+
     cut = f"frame.assign(part=(frame[{time!r}].diff() > {1.5 * step:.4g}).cumsum())"
-    called = reading.call(
-        parts if len(parts) > 1 else "part", time, others if columns is not None else None
-    )
-    return f"{called} of {cut}, which cuts runs at gaps"
+    levels = [*_listed(runs), "part"]
+    call = reading.call(levels if len(levels) > 1 else "part", time, columns)
+    return f"{call} of {cut}, which cuts runs at gaps"
 
 
 def _begins(table: Any, label: Any, reading: Reading, columns: Any) -> str:
     """Return the words that advise runs which begin where times start again."""
-    if label in table.columns:
-        begins = f"frame.assign(run=(frame[{label!r}].diff() <= 0).cumsum())"
+    if label not in table.columns:
+        runs = "frame.assign(run=(numpy.diff(frame.index, prepend=frame.index[:1]) < 0).cumsum())"
         return (
-            f"If a run begins where {label!r} starts again, "
-            f"{reading.call('run', label, columns)} of {begins}"
+            "If a run begins where the index starts again, "
+            f"pass run='run' of {runs} to lagged_pairs"
         )
-    begins = "frame.assign(run=(numpy.diff(frame.index, prepend=frame.index[:1]) < 0).cumsum())"
-    return (
-        f"If a run begins where the index starts again, pass run='run' of {begins} to lagged_pairs"
-    )
+    runs = f"frame.assign(run=(frame[{label!r}].diff() <= 0).cumsum())"
+    call = reading.call("run", label, columns)
+    return f"If a run begins where {label!r} starts again, {call} of {runs}"
+
+
+_KEEP_ONE = "Several rows have one time: keep one of them, or name what tells them apart by run="
 
 
 def advice_on_restarts(table: Any, reading: Reading) -> str:
-    """Return the calls that tell apart rows of one time in a run, by another label or where times start again."""
-    named = [label for label in (reading.time, *reading.runs) if label is not None]
-    states = [] if reading.columns is None else list(reading.columns)
-    rest = table[[label for label in table.columns if label not in (*named, *states)]]
-    doubts = doubts_of(rest) if len(table) > 1 and rest.shape[1] else Doubts([], [], [], [])
-    times = (
-        np.asarray(getattr(table.index, "asi8", table.index))
-        if reading.time is None
-        else _numbers(table, reading.time)
-    )
+    """Return the calls that distinguish rows of one time in a run.
+
+    The rows differ by another label, or runs begin where times start again.
+    """
     if table.index.nlevels > 1 and reading.time is None:
-        return "Several rows have one time: keep one of them, or name what tells them apart by run="
-    for label in [*doubts.runs, *doubts.labels]:
-        codes = [labels_of(table, part).factorize()[0] for part in (*reading.runs, label)]
-        keys = np.stack([*codes, np.unique(times, return_inverse=True)[1].reshape(-1)], 1)
-        if len(np.unique(keys, axis=0)) == len(keys):
-            names = [*reading.runs, label]
-            run = names if len(names) > 1 else label
-            calls = reading._replace(by_index=False) if reading.time is None else reading
-            return (
-                f"Rows of one time differ in {label!r}: "
-                f"{calls.call(run, reading.time, reading.columns)}"
-            )
-    falls = np.diff(times.astype(float)) <= 0
-    if not reading.runs and 0 < 4 * falls.sum() <= len(falls):
+        return _KEEP_ONE
+    if reading.time is None:
+        times = np.asarray(getattr(table.index, "asi8", table.index))
+    else:
+        times = _numbers(table, reading.time)
+
+    # Look for a label that distinguishes the rows.
+    used = (reading.time, *reading.runs, *(reading.columns or ()))
+    unused = table[[label for label in table.columns if label not in used]]
+    labels = []
+    if len(table) > 1 and unused.shape[1]:
+        doubts = doubts_of(unused)
+        labels = [*doubts.runs, *doubts.labels]
+    for label in labels:
+        names = [*reading.runs, label]
+        codes = [labels_of(table, name).factorize()[0] for name in names]
+        time_codes = np.unique(times, return_inverse=True)[1]
+        keys = np.stack([*codes, time_codes.reshape(-1)], 1)
+        if len(np.unique(keys, axis=0)) < len(keys):
+            continue
+        run = names if len(names) > 1 else label
+        if reading.time is None:
+            reading = reading._replace(by_index=False)
+        call = reading.call(run, reading.time, reading.columns)
+        return f"Rows of one time differ in {label!r}: {call}"
+
+    is_fall = np.diff(times.astype(float)) <= 0
+    if not reading.runs and 0 < 4 * is_fall.sum() <= len(is_fall):
         return _begins(table, reading.time, reading, reading.columns)
-    return "Several rows have one time: keep one of them, or name what tells them apart by run="
+    return _KEEP_ONE
 
 
 def _pairs(doubts: Doubts, table: Any, reading: Reading) -> list[tuple[Any, Any]]:
-    """Return the likeliest label of runs and clock that rises within these runs, and the reverse if it may be, too."""
+    """Return the likeliest label of runs and the clock that rises within these runs.
+
+    The reverse pair follows if it may be meant, too.
+    """
     levels = [level for level in table.index.names if level is not None]
-    integers = [label for label in table.columns if table[label].dtype.kind in "iu"]
     doubted = [*doubts.clocks, *doubts.wraps]
-    repeated = [label for label in doubted if label in integers and table[label].duplicated().any()]
-    labelled = [level for level in levels if not _is_measured(table, level)]
-    runs = reading.runs[:1] or [*doubts.runs, *labelled, *doubts.labels, *repeated]
-    others = [label for label in table.columns if label not in doubted][:MOST]
-    times = [*doubts.wraps, *doubts.clocks, *levels, *doubts.runs, *others]
-    times = times if reading.time is None else [reading.time]
-    numbers = {time: _numbers(table, time) for time in times}
-    numbers = {
-        time: values
-        for time, values in numbers.items()
-        if values.dtype.kind in "iuf" and len(values) > 1
-    }
-    falls = {
-        time: bool((np.diff(values.astype(float)) <= 0).any()) for time, values in numbers.items()
-    }
-    codes = {run: labels_of(table, run).factorize()[0] for run in runs}
-    pairs = [
-        (r, t)
-        for r in runs
-        for t in numbers
-        if r != t
-        and (
-            rises_within(codes[r], numbers[t])
-            or (len(table) >= FEWEST and _even_within(table, r, t))
-        )
-    ]
+    runs = reading.runs[:1]
+    if not runs:
+        labels = [level for level in levels if not _is_measured(table, level)]
+        integers = [label for label in table.columns if table[label].dtype.kind in "iu"]
+        repeated = [
+            label for label in doubted if label in integers and table[label].duplicated().any()
+        ]
+        runs = [*doubts.runs, *labels, *doubts.labels, *repeated]
+    times = [reading.time]
+    if reading.time is None:
+        undoubted = [label for label in table.columns if label not in doubted]
+        times = [*doubts.wraps, *doubts.clocks, *levels, *doubts.runs, *undoubted[:MOST]]
+
+    numbers_of_time = {}
+    has_falls = {}
+    for time in times:
+        numbers = _numbers(table, time)
+        if numbers.dtype.kind in "iuf" and len(numbers) > 1:
+            numbers_of_time[time] = numbers
+            has_falls[time] = bool((np.diff(numbers.astype(float)) <= 0).any())
+    pairs = _rising_pairs(table, runs, numbers_of_time)
+    if not pairs:
+        return []
+
     # A clock starts again in each run, which is rarely labelled by a measured number.
-    pairs.sort(key=lambda pair: (_is_measured(table, pair[0]), not falls[pair[1]]))
-    first = pairs[:1]
-    reverse = [
-        pair
-        for pair in pairs
-        if first and pair == first[0][::-1] and not _is_measured(table, pair[0])
-    ]
-    reverse = [pair for pair in reverse if _even_within(table, *pair)]
-    return first + reverse
+    pairs.sort(key=lambda pair: (_is_measured(table, pair[0]), not has_falls[pair[1]]))
+    run, time = pairs[0]
+    reverse = [pair for pair in pairs if pair == (time, run)]
+    if reverse and not _is_measured(table, time) and _is_even_within(table, time, run):
+        return [pairs[0], *reverse]
+    return pairs[:1]
+
+
+def _rising_pairs(
+    table: Any, runs: list[Any], numbers_of_time: dict[Any, np.ndarray]
+) -> list[tuple[Any, Any]]:
+    """Return the labels of runs with the times that rise, or have even steps, within the runs."""
+    pairs = []
+    for run in runs:
+        codes = labels_of(table, run).factorize()[0]
+        for time, numbers in numbers_of_time.items():
+            if run == time:
+                continue
+            is_long = len(table) >= FEWEST
+            if rises_within(codes, numbers) or (is_long and _is_even_within(table, run, time)):
+                pairs.append((run, time))
+    return pairs
 
 
 def _is_measured(table: Any, label: Any) -> bool:
     """Return True for dates, and for floating-point numbers that are not all whole."""
     values = labels_of(table, label)
-    numbers = np.asarray(values) if getattr(values.dtype, "kind", "O") == "f" else None
-    return hasattr(values, "asi8") or (
-        numbers is not None and not (numbers == np.round(numbers)).all()
-    )
+    if hasattr(values, "asi8"):
+        return True
+    if getattr(values.dtype, "kind", "O") != "f":
+        return False
+    numbers = np.asarray(values)
+    return not (numbers == np.round(numbers)).all()
 
 
-def _even_within(table: Any, run: Any, time: Any) -> bool:
+def _is_even_within(table: Any, run: Any, time: Any) -> bool:
     """Return True if numbers have even steps within every run, in their order."""
     times = _numbers(table, time)
     codes = np.zeros(len(times), int) if run is None else labels_of(table, run).factorize()[0]
-    parts = [np.sort(times[codes == code]) for code in np.unique(codes)]
-    long = [part for part in parts if len(part) > 2]
-    return bool(long) and all(part[0] < part[-1] and are_even(part) for part in long)
+    has_long_run = False
+    for code in np.unique(codes):
+        run_times = np.sort(times[codes == code])
+        if len(run_times) <= 2:
+            continue
+        has_long_run = True
+        if not (run_times[0] < run_times[-1] and are_even(run_times)):
+            return False
+    return has_long_run
 
 
 def labels_of(table: Any, label: Any) -> Any:
     """Return a column or an index level of a frame as an index; text of dates as dates."""
-    values = (
-        table[[label]].set_index(label).index
-        if label in table.columns
-        else table.index.get_level_values(label)
-    )
-    first = values[0] if len(values) else None
-    if isinstance(first, str) and _DATES.match(first):
+    values = _as_index(table, label)
+    if len(values) and isinstance(values[0], str) and _DATES.match(values[0]):
         with suppress(ValueError, TypeError):
             return values.astype("datetime64[ns]")
     return values
+
+
+def _as_index(table: Any, label: Any) -> Any:
+    if label in table.columns:
+        return table[[label]].set_index(label).index
+    return table.index.get_level_values(label)
 
 
 _DATES = re.compile(r"\d{4}[-/]\d{1,2}[-/]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4}|\d{1,2}:\d{2}")

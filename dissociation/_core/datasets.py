@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-_AXES, _REST = "axes", "labelled"
-_RESERVED = (_AXES, _REST)
+_AXES = "axes"
+_LABELS = "labelled"
+_RESERVED = (_AXES, _LABELS)
 """Names that arrays in an `.npz` file cannot have."""
 
 
@@ -44,31 +45,40 @@ def make_dataset(
     import xarray
 
     host = {name: _on_host(name, value) for name, value in {**arrays, **coords}.items()}
-    axes = {name: tuple(dims.get(name, (name,) if name in coords else ())) for name in host}
+    axes = {}
+    sizes = set()
     for name, array in host.items():
         check_name("arrays", name)
+        default = (name,) if name in coords else ()
+        axes[name] = tuple(dims.get(name, default))
         if len(axes[name]) != array.ndim:
             fail("dims", f"name the axes of {name}, of shape {array.shape}", axes[name])
+        sizes.update(zip(axes[name], array.shape, strict=True))
+
+    # Distinguish axes of several lengths, and equal axes of an array.
     indices = {name for name in host if axes[name] == (name,)}
-    sizes = {
-        pair for name, array in host.items() for pair in zip(axes[name], array.shape, strict=True)
-    }
-    counts = Counter(axis for axis, _ in sizes)
-    several = {axis for axis, count in counts.items() if count > 1} - indices
-    axes = {name: tuple(_distinct(own, host[name].shape, several)) for name, own in axes.items()}
-    for axis in {axis for own in axes.values() for axis in own} - indices:
-        if (same := axis.removeprefix("other_")) in indices:
-            host[axis], axes[axis] = host[same], (axis,)
-    made = {
-        name: (axes[name], array, {"units": units[name]} if name in units else {})
-        for name, array in host.items()
-    }
-    known = as_json(attrs)
-    plain = {
-        name: value if type(value) in (str, int, float) else json.dumps(value)
-        for name, value in known.items()
-    }
-    return xarray.Dataset(made, attrs=plain).set_coords(list(coords))
+    num_sizes = Counter(axis for axis, _ in sizes)
+    several = {axis for axis, count in num_sizes.items() if count > 1} - indices
+    for name, array in host.items():
+        axes[name] = tuple(_distinct(axes[name], array.shape, several))
+    for axis in set().union(*axes.values()) - indices:
+        original = axis.removeprefix("other_")
+        if original in indices:
+            host[axis] = host[original]
+            axes[axis] = (axis,)
+
+    variables = {}
+    for name, array in host.items():
+        attributes = {}
+        if name in units:
+            attributes["units"] = units[name]
+        variables[name] = (axes[name], array, attributes)
+    plain_attrs = {}
+    for name, value in as_json(attrs).items():
+        if type(value) not in (str, int, float):
+            value = json.dumps(value)
+        plain_attrs[name] = value
+    return xarray.Dataset(variables, attrs=plain_attrs).set_coords(list(coords))
 
 
 def check_name(argument: str, name: str) -> None:
@@ -78,17 +88,20 @@ def check_name(argument: str, name: str) -> None:
 
 
 def _distinct(axes: tuple[str, ...], shape: tuple[int, ...], several: set[str]) -> Iterator[str]:
-    """Yield distinct names of axes, with the length at the end of those of several lengths."""
+    """Yield distinct names of axes, with the length appended to axes of several lengths."""
     for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
-        earlier = axes[:i].count(axis)
-        mark = "" if not earlier else "other_" if earlier == 1 else f"other{earlier}_"
-        yield mark + (f"{axis}_{size}" if axis in several else axis)
+        num_earlier = axes[:i].count(axis)
+        prefix = ""
+        if num_earlier:
+            prefix = "other_" if num_earlier == 1 else f"other{num_earlier}_"
+        suffix = f"_{size}" if axis in several else ""
+        yield f"{prefix}{axis}{suffix}"
 
 
 def _on_host(name: str, value: Any) -> np.ndarray:
     check_known("", advice="Label results outside of transformations", **{name: value})
     array = np.asarray(value)
-    if array.dtype == object and all(isinstance(item, str) for item in array.flat):
+    if array.dtype == object and all(isinstance(element, str) for element in array.flat):
         array = array.astype(str)
     if array.dtype.kind == "V":  # types that NumPy lacks, such as bfloat16
         array = array.astype(np.float32)
@@ -106,26 +119,32 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     array = np.asarray(value)
-    return array.tolist() if array.dtype.kind in "biufU" else str(value)
+    if array.dtype.kind in "biufU":
+        return array.tolist()
+    return str(value)
 
 
 def tables_of(dataset: "xarray.Dataset") -> "dict[tuple[str, ...], pandas.DataFrame]":
-    """Return a tidy table per set of axes, by the names of the axes, with a row per position along them."""
+    """Return a tidy table per set of axes, with a row per position along the axes.
+
+    The keys are the names of the axes.
+    """
     import pandas
 
-    groups: dict[frozenset[Any], list[Any]] = {}
+    names_of_axes = {}
     for name, array in dataset.items():
-        groups.setdefault(frozenset(array.dims), []).append(name)
-    found = {}
-    for names in groups.values():
-        part, dims = dataset[names], tuple(map(str, dataset[names[0]].dims))
+        names_of_axes.setdefault(frozenset(array.dims), []).append(name)
+    tables = {}
+    for names in names_of_axes.values():
+        arrays = dataset[names]
+        dims = tuple(map(str, dataset[names[0]].dims))
         if dims:
-            table = part.to_dataframe(dim_order=dims).reset_index()
-            others = [str(name) for name in part.coords if name not in dims]
-            found[dims] = table[[*dims, *others, *names]]
+            table = arrays.to_dataframe(dim_order=dims).reset_index()
+            coords = [str(name) for name in arrays.coords if name not in dims]
+            tables[dims] = table[[*dims, *coords, *names]]
         else:
-            found[dims] = pandas.DataFrame({name: [part[name].item()] for name in names})
-    return found
+            tables[dims] = pandas.DataFrame({name: [arrays[name].item()] for name in names})
+    return tables
 
 
 def save_results(dataset: "xarray.Dataset", path: str | os.PathLike[str]) -> Path:
@@ -148,45 +167,50 @@ def save_results(dataset: "xarray.Dataset", path: str | os.PathLike[str]) -> Pat
     if not isinstance(dataset, xarray.Dataset):
         fail_kind("dataset", "be an xarray.Dataset", f"an object of type {type(dataset).__name__}")
     target = Path(path)
-    arrays = {str(name): array.values for name, array in dataset.variables.items()}
     if target.suffix == ".npz":
-        for name in arrays:
-            check_name("dataset", name)
-        dims = {name: array.dims for name, array in dataset.variables.items()}
-        units = {
-            name: array.attrs["units"]
-            for name, array in dataset.variables.items()
-            if "units" in array.attrs
-        }
-        rest = {"coords": list(dataset.coords), "units": units, "attrs": dataset.attrs}
-        texts = {_AXES: np.asarray(json.dumps(dims)), _REST: np.asarray(json.dumps(rest))}
-        with replacing(target) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            # NumPy's `savez` would take names for its own arguments.
-            for name, array in {**arrays, **texts}.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                    np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
+        _write_npz(dataset, target)
     elif target.suffix == ".nc":
-        _netcdf()
-        rest = json.dumps(
-            {
-                "dtypes": {name: array.dtype.str for name, array in arrays.items()},
-                "attrs": dataset.attrs,
-            }
-        )
-        # A checksum of each block, which tells of bits that changed on the disk.
-        numbers = [
-            name
-            for name, array in arrays.items()
-            if array.ndim and array.size and array.dtype.kind in "biuf"
-        ]
-        encoding = {name: {"fletcher32": True} for name in numbers}
-        drawn = io.BytesIO()
-        marked = dataset.assign_attrs({_REST: rest})
-        marked.to_netcdf(drawn, engine="h5netcdf", invalid_netcdf=True, encoding=encoding)
-        write_bytes(target, drawn.getvalue())
+        _write_netcdf(dataset, target)
     else:
         fail("path", "end in .npz or .nc", target.name)
     return target
+
+
+def _write_npz(dataset: "xarray.Dataset", path: Path) -> None:
+    arrays = {}
+    dims = {}
+    units = {}
+    for name, array in dataset.variables.items():
+        check_name("dataset", str(name))
+        arrays[str(name)] = array.values
+        dims[name] = array.dims
+        if "units" in array.attrs:
+            units[name] = array.attrs["units"]
+    labels = {"coords": list(dataset.coords), "units": units, "attrs": dataset.attrs}
+    arrays[_AXES] = np.asarray(json.dumps(dims))
+    arrays[_LABELS] = np.asarray(json.dumps(labels))
+    with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        # NumPy's `savez` would take names for its own arguments.
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
+                np.lib.format.write_array(stream, np.asanyarray(array), allow_pickle=False)
+
+
+def _write_netcdf(dataset: "xarray.Dataset", path: Path) -> None:
+    _check_netcdf()
+    dtypes = {}
+    encoding = {}
+    for name, variable in dataset.variables.items():
+        array = variable.values
+        dtypes[str(name)] = array.dtype.str
+        if array.ndim and array.size and array.dtype.kind in "biuf":
+            # A checksum of each block, which detects bits that changed on the disk.
+            encoding[str(name)] = {"fletcher32": True}
+    labels = json.dumps({"dtypes": dtypes, "attrs": dataset.attrs})
+    contents = io.BytesIO()
+    labelled = dataset.assign_attrs({_LABELS: labels})
+    labelled.to_netcdf(contents, engine="h5netcdf", invalid_netcdf=True, encoding=encoding)
+    write_bytes(path, contents.getvalue())
 
 
 def load_results(path: str | os.PathLike[str]) -> "xarray.Dataset":
@@ -212,10 +236,12 @@ def load_results(path: str | os.PathLike[str]) -> "xarray.Dataset":
             errno.EINVAL, "It must be a regular file, got a device or a pipe", str(source)
         )
     source.open("rb").close()  # a missing or unreadable file is not a broken one
+    read = _read_npz
     if source.suffix == ".nc":
-        _netcdf()
+        _check_netcdf()
+        read = _read_netcdf
     try:
-        return _read_npz(source) if source.suffix == ".npz" else _read_netcdf(source)
+        return read(source)
     except Exception as error:
         raise RefusedFile(
             f"{source} is broken, or not a file of results: {reason_of(error)}."
@@ -223,20 +249,18 @@ def load_results(path: str | os.PathLike[str]) -> "xarray.Dataset":
 
 
 def check_sizes(path: str | os.PathLike[str]) -> None:
-    """Raise if an array of an `.npz` file is larger than its entry, before memory is taken for it."""
+    """Raise if an array of an `.npz` file is larger than its entry, before memory is allocated."""
     with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            with archive.open(info) as entry:
-                version = np.lib.format.read_magic(entry)
-                read = (
-                    np.lib.format.read_array_header_1_0
-                    if version == (1, 0)
-                    else np.lib.format.read_array_header_2_0
-                )
-                shape, _, dtype = read(entry)
-            if math.prod(shape) * dtype.itemsize > info.file_size:
+        for member in archive.infolist():
+            with archive.open(member) as stream:
+                version = np.lib.format.read_magic(stream)
+                read_header = np.lib.format.read_array_header_2_0
+                if version == (1, 0):
+                    read_header = np.lib.format.read_array_header_1_0
+                shape, _, dtype = read_header(stream)
+            if math.prod(shape) * dtype.itemsize > member.file_size:
                 raise ValueError(
-                    f"{info.filename} announces shape {shape} of {dtype}, more than it holds"
+                    f"{member.filename} announces shape {shape} of {dtype}, more than it holds"
                 )
 
 
@@ -244,14 +268,15 @@ def _read_npz(path: Path) -> "xarray.Dataset":
     check_sizes(path)
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
-    dims, rest = json.loads(str(arrays.pop(_AXES))), json.loads(str(arrays.pop(_REST)))
-    if not isinstance(dims, dict) or not isinstance(rest, dict):
+    dims = json.loads(str(arrays.pop(_AXES)))
+    labels = json.loads(str(arrays.pop(_LABELS)))
+    if not isinstance(dims, dict) or not isinstance(labels, dict):
         raise ValueError("the description of its arrays is not a dictionary")
     for name in dims:
         if name not in arrays:
             raise KeyError(name)
-    coords = {name: arrays.pop(name) for name in rest["coords"]}
-    return make_dataset(arrays, dims, coords=coords, units=rest["units"], attrs=rest["attrs"])
+    coords = {name: arrays.pop(name) for name in labels["coords"]}
+    return make_dataset(arrays, dims, coords=coords, units=labels["units"], attrs=labels["attrs"])
 
 
 def _read_netcdf(path: Path) -> "xarray.Dataset":
@@ -264,17 +289,18 @@ def _read_netcdf(path: Path) -> "xarray.Dataset":
         "phony_dims": "access",
     }
     with xarray.open_dataset(path, **options) as file:
-        data = file.load()
-    rest = json.loads(data.attrs[_REST])
-    kinds = {name: data[name].values.astype(kind) for name, kind in rest["dtypes"].items()}
-    data = data.assign(
-        {name: (data[name].dims, values, data[name].attrs) for name, values in kinds.items()}
-    )
-    data.attrs = rest["attrs"]
-    return data
+        dataset = file.load()
+    labels = json.loads(dataset.attrs[_LABELS])
+    variables = {}
+    for name, dtype in labels["dtypes"].items():
+        array = dataset[name]
+        variables[name] = (array.dims, array.values.astype(dtype), array.attrs)
+    dataset = dataset.assign(variables)
+    dataset.attrs = labels["attrs"]
+    return dataset
 
 
-def _netcdf() -> None:
+def _check_netcdf() -> None:
     try:
         importlib.import_module("h5netcdf")
     except ImportError as error:

@@ -36,7 +36,10 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def reading(path: str | os.PathLike[str], advice: str, what: str = "is broken") -> Iterator[None]:
-    """Turn any error but those of the operating system into a `RefusedFile` with the path, the reason and advice."""
+    """Turn errors into a `RefusedFile` with the path, the reason and advice.
+
+    Errors of the operating system stay.
+    """
     try:
         yield
     except (RefusedFile, OSError):
@@ -79,11 +82,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 def followed(path: str | os.PathLike[str]) -> Path:
     """Return the target of a symbolic link, or any other path unchanged."""
-    target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
-    if os.path.islink(target):  # `realpath` returns a link only if links form a loop
-        raise OSError(
-            errno.ELOOP, "Path must lead to a file, got a loop of symbolic links", str(path)
-        )
+    target = Path(path)
+    if os.path.islink(path):
+        target = Path(os.path.realpath(path))
+        if os.path.islink(target):  # `realpath` returns a link only if links form a loop
+            raise OSError(
+                errno.ELOOP, "Path must lead to a file, got a loop of symbolic links", str(path)
+            )
     return target
 
 
@@ -120,7 +125,8 @@ def _lock(descriptor: int) -> bool:
 def _remove_scratches(target: Path) -> None:
     """Remove the scratch files of killed writes, which have no lock."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
-        if re.fullmatch(r"\.[0-9a-f]{8}\.tmp", path.name.removeprefix(f".{target.name}")):
+        suffix = path.name.removeprefix(f".{target.name}")
+        if re.fullmatch(r"\.[0-9a-f]{8}\.tmp", suffix):
             with suppress(OSError), open(path, "ab", opener=_without_links) as file:
                 if _lock(file.fileno()):
                     path.unlink()
@@ -142,10 +148,8 @@ def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
         OSError: If another process holds it; the message names `subject`.
     """
     path = Path(lock)
-    holder = (
-        f"process {os.getpid()} on {socket.gethostname()} since "
-        f"{time.strftime('%Y-%m-%d %H:%M:%S')}"
-    )
+    start = time.strftime("%Y-%m-%d %H:%M:%S")
+    holder = f"process {os.getpid()} on {socket.gethostname()} since {start}"
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _lock_file(path, subject)

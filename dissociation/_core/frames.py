@@ -20,85 +20,83 @@ from dissociation._core.columns import (
 _ROWS = "frame.reset_index(drop=True) counts rows as steps"
 
 
-def as_trajectories(name: str, value: Any, reading: Reading, *, one: bool = False) -> Any:
+def as_trajectories(name: str, value: Any, reading: Reading, *, is_single: bool) -> Any:
     """Return frames as arrays in order of time, one per run; other values unchanged."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fail_kind(
             name, "be trajectories", f"{type(value).__name__}, in which they are cut into pairs"
         )
-    several = isinstance(value, (list, tuple))
-    parts = list(value) if several else [value]
+    is_list = isinstance(value, (list, tuple))
+    tables = list(value) if is_list else [value]
     reading = _checked_names(reading)
-    if not any(map(is_table, parts)):
-        for argument in ("time", "run", "columns"):
-            if getattr(reading, argument) is not None:
-                fail(
-                    argument,
-                    f"be None unless `{name}` is a frame",
-                    repr(getattr(reading, argument)),
-                )
+    if not any(map(is_table, tables)):
+        labels = {"time": reading.time, "run": reading.run, "columns": reading.columns}
+        named = [argument for argument, label in labels.items() if label is not None]
+        if named:
+            fail(named[0], f"be None unless `{name}` is a frame", repr(labels[named[0]]))
         return value
-    if len(orders := {order: None for part in parts if (order := _states(part, reading))}) > 1:
-        fail(
-            name,
-            "hold frames of the same columns in one order",
-            " and ".join(str(list(order)) for order in orders),
-        )
-    runs, steps = [], []
-    for i, part in enumerate(parts):
-        label = f"{name}[{i}]" if several else name
-        if not is_table(part):
-            runs.append(part)
-        elif hasattr(part, "dims"):
-            runs += _runs_of_dimensions(label, part, reading, several, steps)
+    orders = dict.fromkeys(_states(table, reading) for table in tables)
+    orders.pop((), None)  # of tables without labels
+    if len(orders) > 1:
+        words = " and ".join(str(list(order)) for order in orders)
+        fail(name, "hold frames of the same columns in one order", words)
+
+    runs = []
+    time_steps = []
+    for i, table in enumerate(tables):
+        label = f"{name}[{i}]" if is_list else name
+        if not is_table(table):
+            runs.append(table)
+        elif hasattr(table, "dims"):
+            runs += _runs_of_dimensions(label, table, reading, is_list, time_steps)
         else:
-            runs += _runs_of_rows(label, part, reading, steps)
-    _check_one_step(name, steps)
-    if one and len(runs) > 1 and not several:
+            runs += _runs_of_rows(label, table, reading, time_steps)
+    _check_one_step(name, time_steps)
+    if is_list:
+        return runs
+    if is_single and len(runs) > 1:
         fail(name, "be one trajectory", f"{len(runs)} runs", "Pass one at a time, frame.loc[[run]]")
-    split = (
-        len(runs) > 1
-        or reading.run is not None
-        or getattr(getattr(value, "index", None), "nlevels", 1) > 1
-    )
-    return runs if several or (split and not one) else runs[0]
+    num_levels = getattr(getattr(value, "index", None), "nlevels", 1)
+    is_split = len(runs) > 1 or reading.run is not None or num_levels > 1
+    return runs if is_split and not is_single else runs[0]
 
 
 def _checked_names(reading: Reading) -> Reading:
     """Return the reading, or raise unless it has names."""
     for argument in ("time", "run", "columns"):
-        given = getattr(reading, argument)
-        parts = given if isinstance(given, list | tuple) and argument != "time" else [given]
-        for part in parts:
-            if hasattr(part, "shape") or isinstance(part, dict | list | set):
-                wanted = (
-                    "name "
-                    f"{'columns' if argument == 'columns' else 'a column, an index level or a dimension'}"
-                )
+        labels = getattr(reading, argument)
+        if argument == "time" or not isinstance(labels, list | tuple):
+            labels = [labels]
+        for label in labels:
+            if hasattr(label, "shape") or isinstance(label, dict | list | set):
+                target = "a column, an index level or a dimension"
+                if argument == "columns":
+                    target = "columns"
                 fail_kind(
                     argument,
-                    wanted,
-                    f"an object of type {type(part).__name__}",
+                    f"name {target}",
+                    f"an object of type {type(label).__name__}",
                     "Add it to the frame as a column",
                 )
-        if argument != "time" and given is not None and not len(parts):
+        if not labels:
             fail(argument, "name at least one column", "none")
-    return (
-        reading._replace(columns=[reading.columns]) if isinstance(reading.columns, str) else reading
-    )
+    if isinstance(reading.columns, str):
+        return reading._replace(columns=[reading.columns])
+    return reading
 
 
-def _check_one_step(name: str, steps: list[Any]) -> None:
+def _check_one_step(name: str, time_steps: list[Any]) -> None:
     """Raise unless all runs have one time step."""
-    for kind, step, spread in steps:
-        first, other, varies = steps[0]
+    for kind, step, spread in time_steps:
+        first_kind, first_step, first_spread = time_steps[0]
         # Mean steps of two trajectories may differ as much as the steps within one.
-        if kind == first and abs(step - other) > max(spread, varies) + 1e-6 * max(step, other):
+        tolerance = max(spread, first_spread) + 1e-6 * max(step, first_step)
+        if kind == first_kind and abs(step - first_step) > tolerance:
             unit = " s" if kind == "dates" else ""
             fail(
                 name,
                 "have one time step",
-                f"{other:.6g}{unit} and {step:.6g}{unit}",
+                f"{first_step:.6g}{unit} and {step:.6g}{unit}",
                 f"Resample them; {_ROWS}",
             )
 
@@ -113,123 +111,150 @@ def _states(table: Any, reading: Reading) -> tuple[Any, ...]:
     named = (reading.time, *reading.runs)
     if is_table(table) and hasattr(table, "dims"):
         named = ("time", *named)
-        own = [
-            table.indexes[dim] for dim in table.dims if dim in table.indexes and dim not in named
-        ]
-        return tuple(own[0]) if len(own) == 1 else tuple(map(tuple, own))
+        dims = [dim for dim in table.dims if dim in table.indexes and dim not in named]
+        labels = [tuple(table.indexes[dim]) for dim in dims]
+        if len(labels) == 1:
+            return labels[0]
+        return tuple(labels)
     if reading.columns is not None:
         return tuple(reading.columns)
     return tuple(label for label in getattr(table, "columns", ()) if label not in named)
 
 
-def _runs_of_rows(name: str, table: Any, reading: Reading, steps: list[Any]) -> list[np.ndarray]:
+def _runs_of_rows(
+    name: str, table: Any, reading: Reading, time_steps: list[Any]
+) -> list[np.ndarray]:
     """Return the states of each run of a frame, [time, states]."""
-    series = not hasattr(table, "columns")
-    table = table.to_frame() if series else table
+    is_series = not hasattr(table, "columns")
+    if is_series:
+        table = table.to_frame()
     _check_named(name, table, reading)
-    named = (reading.time, *reading.runs)
-    runs = [labels_of(table, run) for run in reading.runs]
-    time = None if reading.time is None else labels_of(table, reading.time)
-    if time is not None and getattr(time, "hasnans", False):
-        fail(
-            name, f"have a time in every row of {reading.time!r}", "missing ones", "Drop these rows"
-        )
-    levels = [i for i, level in enumerate(table.index.names) if level is None or level not in named]
-    wanted = (time is None) + (not runs)
-    if table.index.nlevels > 1 and levels and wanted:
-        if len(levels) != wanted:
-            advice = (
-                "Pass time= and run="
-                if reading.takes_names
-                else "Use lagged_pairs(frame, time=..., run=...)"
-            )
-            fail(
-                name,
-                "have an index of two levels, run and time",
-                f"levels {list(table.index.names)}",
-                advice,
-            )
-        runs = runs or [table.index.get_level_values(levels[0])]
-        time = table.index.get_level_values(levels[-1]) if time is None else time
-    elif levels and time is None and not (reading.runs and _counts_rows(table.index)):
-        time = table.index
+    runs, time = _runs_and_time(name, table, reading)
     codes = [run.factorize()[0] for run in runs] or [np.zeros(len(table), int)]
     if any((code < 0).any() for code in codes):
         fail("run", f"have a label in every row of `{name}`", "missing ones")
-    _, first, run = np.unique(np.stack(codes, 1), axis=0, return_index=True, return_inverse=True)
-    run = run.reshape(-1)
-    values = _numbers(name, table, reading, run if runs else None)
-    found = []
-    for key in np.argsort(first):
-        rows = np.flatnonzero(run == key)
-        label = f"[{str(runs[0][rows[0]])!r}]" if runs else ""
+    _, first, run_of_row = np.unique(
+        np.stack(codes, 1), axis=0, return_index=True, return_inverse=True
+    )
+    run_of_row = run_of_row.reshape(-1)
+    values = _numbers(name, table, reading, run_of_row if runs else None)
+
+    states = []
+    for run in np.argsort(first):
+        rows = np.flatnonzero(run_of_row == run)
         if time is not None:
+            label = f"[{str(runs[0][rows[0]])!r}]" if runs else ""
             if reading.time is not None:
-                rows = rows[np.asarray(time[rows].argsort(kind="stable"))]
+                order = np.asarray(time[rows].argsort(kind="stable"))
+                rows = rows[order]
             _check_steps(
                 f"{name}{label}",
                 time[rows],
-                steps,
+                time_steps,
                 lambda: advice_on_restarts(table, reading),
                 reading.time,
             )
-        found.append(values[rows, 0] if series else values[rows])
-    return found
+        states.append(values[rows, 0] if is_series else values[rows])
+    return states
+
+
+def _runs_and_time(name: str, table: Any, reading: Reading) -> tuple[list[Any], Any]:
+    """Return the labels of runs, one index per name, and the times, or None if rows have none."""
+    runs = [labels_of(table, run) for run in reading.runs]
+    time = None
+    if reading.time is not None:
+        time = labels_of(table, reading.time)
+        if getattr(time, "hasnans", False):
+            requirement = f"have a time in every row of {reading.time!r}"
+            fail(name, requirement, "missing ones", "Drop these rows")
+
+    # Levels of the index that the call does not name replace missing runs and times.
+    named = (reading.time, *reading.runs)
+    index = table.index
+    levels = [i for i, level in enumerate(index.names) if level is None or level not in named]
+    num_missing = (time is None) + (not runs)
+    if index.nlevels > 1 and levels and num_missing:
+        if len(levels) != num_missing:
+            advice = "Use lagged_pairs(frame, time=..., run=...)"
+            if reading.takes_names:
+                advice = "Pass time= and run="
+            requirement = "have an index of two levels, run and time"
+            fail(name, requirement, f"levels {list(index.names)}", advice)
+        if not runs:
+            runs = [index.get_level_values(levels[0])]
+        if time is None:
+            time = index.get_level_values(levels[-1])
+    elif levels and time is None and not (reading.runs and _counts_rows(index)):
+        time = index
+    return runs, time
 
 
 def _check_named(name: str, table: Any, reading: Reading) -> None:
     """Raise unless a frame has the columns or index levels that a call names."""
-    for argument, label in (("time", reading.time), *(("run", run) for run in reading.runs)):
+    arguments = [("time", reading.time)]
+    arguments += [("run", run) for run in reading.runs]
+    for argument, label in arguments:
         if label is not None and label not in table.columns and label not in table.index.names:
-            known = [*table.columns, *(level for level in table.index.names if level is not None)]
-            fail(argument, f"be a column or an index level of `{name}`, of {known}", repr(label))
+            labels = [*table.columns, *(level for level in table.index.names if level is not None)]
+            fail(argument, f"be a column or an index level of `{name}`, of {labels}", repr(label))
 
 
 def _counts_rows(index: Any) -> bool:
     """Return True for an index without a name that counts the rows."""
-    known = index.name is None and index.dtype.kind in "iu"
-    return known and np.array_equal(np.asarray(index), np.arange(len(index)))
+    if index.name is not None or index.dtype.kind not in "iu":
+        return False
+    return np.array_equal(np.asarray(index), np.arange(len(index)))
 
 
 def _with_coordinates(array: Any, reading: Reading) -> Any:
-    """Return an array of two dimensions as a frame, if labels of its rows are coordinates; else None."""
-    stacked = [dim for dim in array.dims if getattr(array.indexes.get(dim), "nlevels", 1) > 1]
-    named = [
-        label
-        for label in (reading.time, *reading.runs)
-        if label is not None and label not in array.dims
-    ]
-    named = [label for label in named if label in array.coords and array.coords[label].ndim == 1]
-    rows = stacked[:1] or [array.coords[label].dims[0] for label in named[:1]]
-    if array.ndim != 2 or not rows:
+    """Return a two-dimensional array as a frame, if coordinates label its rows, else None."""
+    if array.ndim != 2:
         return None
-    frame = array.transpose(rows[0], ...).to_pandas()
-    for label in named if not stacked else ():
+    for dim in array.dims:
+        if getattr(array.indexes.get(dim), "nlevels", 1) > 1:
+            return array.transpose(dim, ...).to_pandas()
+
+    labels = []
+    for label in (reading.time, *reading.runs):
+        if label is None or label in array.dims or label not in array.coords:
+            continue
+        if array.coords[label].ndim == 1:
+            labels.append(label)
+    if not labels:
+        return None
+    (dim,) = array.coords[labels[0]].dims
+    frame = array.transpose(dim, ...).to_pandas()
+    for label in labels:
         frame[label] = array.coords[label].to_numpy()
-    return frame if stacked or rows[0] == "time" else frame.reset_index(drop=True)
+    if dim == "time":
+        return frame
+    return frame.reset_index(drop=True)
 
 
 def _check_coordinates(name: str, array: Any, time: Any) -> None:
     """Raise if a coordinate along time may label runs."""
-    own = [label for label, one in array.coords.items() if one.dims == (time,) and label != time]
-    if array.ndim != 2 or not own:
+    coords = {label: coord for label, coord in array.coords.items() if coord.dims == (time,)}
+    coords.pop(time, None)
+    if array.ndim != 2 or not coords:
         return
     frame = array.transpose(time, ...).to_pandas().iloc[:, :0]
-    for label in own:
-        frame[label] = array.coords[label].to_numpy()
+    for label, coord in coords.items():
+        frame[label] = coord.to_numpy()
     doubts = doubts_of(frame)
-    if labels := [*doubts.runs, *doubts.labels, *doubts.wraps]:
+    labels = [*doubts.runs, *doubts.labels, *doubts.wraps]
+    if labels:
         advice = f"Pass run={labels[0]!r}, or array.drop_vars({labels}) for one trajectory"
         fail(name, f"be one trajectory along {time!r}", f"what may be runs in {labels}", advice)
 
 
 def _runs_of_dimensions(
-    name: str, array: Any, reading: Reading, listed: bool, steps: list[Any]
+    name: str, array: Any, reading: Reading, is_listed: bool, time_steps: list[Any]
 ) -> list[np.ndarray]:
     """Return the states of each run of an array of xarray, [time, ...]."""
     time = "time" if reading.time is None else reading.time
-    if (frame := _with_coordinates(array, reading)) is not None:
-        return _runs_of_rows(name, frame, reading, steps)
+    frame = _with_coordinates(array, reading)
+    if frame is not None:
+        return _runs_of_rows(name, frame, reading, time_steps)
     for dim in (time, *reading.runs):
         if dim not in array.dims:
             advice = f"Pass time=, one of {array.dims}" if reading.takes_names else "Rename it"
@@ -239,86 +264,84 @@ def _runs_of_dimensions(
                 f"dimensions {array.dims}",
                 f"{advice}, or pass array.to_numpy()",
             )
-    if array.ndim - len(reading.runs) > 2 and not listed:
+    num_runs = len(reading.runs)
+    if array.ndim - num_runs > 2 and not is_listed:
         advice = "For several runs pass run=, or list(array); for one [array]; or array.to_numpy()"
-        fail(
-            name,
-            "be of dimensions (time, state), or a list of such arrays",
-            f"dimensions {array.dims}",
-            advice,
-        )
+        requirement = "be of dimensions (time, state), or a list of such arrays"
+        fail(name, requirement, f"dimensions {array.dims}", advice)
     _check_coordinates(name, array, time)
+
     if time in array.indexes:
-        array = array if reading.time is None else array.sortby(time)
+        if reading.time is not None:
+            array = array.sortby(time)
+        without = f"array.drop_vars({time!r})"
         restart = "array.sortby(...) puts rows in order"
-        _check_steps(
-            name, array.indexes[time], steps, lambda: restart, time, f"array.drop_vars({time!r})"
-        )
+        _check_steps(name, array.indexes[time], time_steps, lambda: restart, time, without)
     ordered = array.transpose(*reading.runs, time, ...).to_numpy()
-    return list(ordered.reshape(-1, *ordered.shape[len(reading.runs) :]))
+    return list(ordered.reshape(-1, *ordered.shape[num_runs:]))
 
 
 def _numbers(name: str, table: Any, reading: Reading, run: np.ndarray | None) -> np.ndarray:
     """Return the states of a frame, [rows, states]."""
-    if missing := [label for label in reading.columns or () if label not in table.columns]:
+    missing = [label for label in reading.columns or () if label not in table.columns]
+    if missing:
         fail("columns", f"be columns of `{name}`, of {list(table.columns)}", missing)
-    states = table[list(_states(table, reading))] if table.columns.is_unique else table
+    states = table
+    if table.columns.is_unique:
+        states = table[list(_states(table, reading))]
     if reading.columns is None:
-        check_columns(name, states, reading=reading, whole=table, run=run)
-    kinds = {
-        label: getattr(dtype, "kind", "O")
-        for label, dtype in zip(states.columns, states.dtypes, strict=True)
-    }
-    if wrong := [label for label, kind in kinds.items() if kind not in "biuf"]:
+        check_columns(name, states, reading=reading, full_table=table, run=run)
+
+    kind_of_column = {}
+    for label, dtype in zip(states.columns, states.dtypes, strict=True):
+        kind_of_column[label] = getattr(dtype, "kind", "O")
+    wrong = [label for label, kind in kind_of_column.items() if kind not in "biuf"]
+    if wrong:
         advice = "Drop them"
         if reading.takes_names:
-            advice = (
-                f"If they label runs, pass run={[*reading.runs, *wrong]}; else select the "
-                "states by columns=[...]"
-            )
+            runs = [*reading.runs, *wrong]
+            advice = f"If they label runs, pass run={runs}; else select the states by columns=[...]"
         fail_kind(
             name, "hold real numbers in every column", f"text, dates or objects in {wrong}", advice
         )
-    values = np.asarray(states)  # of objects, if numbers are of several kinds or missing
-    return states.to_numpy(float, na_value=np.nan) if values.dtype == object else values
+    values = np.asarray(states)
+    if values.dtype == object:  # numbers of several kinds, or missing ones
+        return states.to_numpy(float, na_value=np.nan)
+    return values
 
 
 def check_columns(
     name: str,
     table: Any,
-    known: dict[str, Any] | None = None,
+    columns_of_axis: dict[str, Any] | None = None,
     axis: str = "",
     *,
     reading: Reading,
-    whole: Any = None,
+    full_table: Any = None,
     run: np.ndarray | None = None,
 ) -> None:
-    """Raise if columns of a frame, or later dimensions of an array, may hold runs or times."""
-    own = _states(table, Reading())
-    first, other = (known if known is not None else {}).setdefault(f"columns {axis}", (own, name))
-    if own != first and set(own) == set(first):
-        fail(
-            name,
-            f"have its columns in the order of `{other}`",
-            list(own),
-            f"Use frame[{list(first)}]",
-        )
+    """Raise if columns of a frame, or later dimensions of an array, may hold runs or times.
+
+    `columns_of_axis` has the labels and the name of the first argument with an axis.
+    """
+    labels = _states(table, Reading())
+    if columns_of_axis is not None:
+        first_labels, first_name = columns_of_axis.setdefault(axis, (labels, name))
+        if labels != first_labels and set(labels) == set(first_labels):
+            requirement = f"have its columns in the order of `{first_name}`"
+            fail(name, requirement, list(labels), f"Use frame[{list(first_labels)}]")
     if hasattr(table, "dims"):
-        if labels := [
+        times = [
             dim
             for dim in table.dims[1:]
             if dim == "time" or hasattr(table.indexes.get(dim), "asi8")
-        ]:
-            advice = (
-                f"Use {'lagged_pairs, or ' * reading.in_time}array.transpose; if they are "
-                "states, array.to_numpy()"
-            )
-            fail(
-                name,
-                "have states along all dimensions but the first",
-                f"times along {labels}",
-                advice,
-            )
+        ]
+        if times:
+            requirement = "have states along all dimensions but the first"
+            advice = "array.transpose; if they are states, array.to_numpy()"
+            if reading.in_time:
+                advice = f"lagged_pairs, or {advice}"
+            fail(name, requirement, f"times along {times}", f"Use {advice}")
         return
     columns = getattr(table, "columns", ())
     if hasattr(columns, "asi8"):
@@ -326,157 +349,161 @@ def check_columns(
         fail(name, "have states for columns", "columns of dates", advice)
     if len(columns) < 2 or len(table) < 2:
         return
+
     doubts = doubts_of(table, run)
     if reading.time is not None or reading.run is not None:
         texts = [label for label in doubts.labels if is_text(table[label]) and reading.run is None]
         doubts = doubts._replace(wraps=[], labels=texts)
     words = ("clocks", "clocks that start again", "runs", "labels that come back")
-    got = [f"{text} in {labels}" for text, labels in zip(words, doubts, strict=True) if labels]
-    if got:
-        wanted = (
-            "hold states alone in its columns"
-            if reading.in_time
-            else "hold features alone in its columns"
-        )
+    reasons = [f"{word} in {labels}" for word, labels in zip(words, doubts, strict=True) if labels]
+    if reasons:
+        quantity = "states" if reading.in_time else "features"
         fail(
             name,
-            wanted,
-            f"{', '.join(got)}, by their values",
-            advice_on(doubts, table if whole is None else whole, reading),
+            f"hold {quantity} alone in its columns",
+            f"{', '.join(reasons)}, by their values",
+            advice_on(doubts, table if full_table is None else full_table, reading),
         )
 
 
 def _check_steps(
     name: str,
     index: Any,
-    found: list[Any],
+    time_steps: list[Any],
     restarts: Callable[[], str],
     column: Any = None,
     without: str = "frame.reset_index(drop=True)",
 ) -> None:
-    """Raise unless times increase in even steps, which are added to `found`.
+    """Raise unless times increase in even steps, and append kind, mean and spread of the steps.
 
     `restarts` returns advice for times that do not increase; `column` is the name of the times, if
     the call gives it, and `without` the table without times.
     """
-    index = (
-        index.to_timestamp()
-        if hasattr(index, "to_timestamp") and hasattr(index, "start_time")
-        else index
-    )
+    if hasattr(index, "to_timestamp") and hasattr(index, "start_time"):
+        index = index.to_timestamp()
     times = np.asarray(getattr(index, "asi8", index))
     rows = f"{without} counts rows as steps"
     if column is not None and without.startswith("frame"):
         rows = f"without time={column!r}, and the states as columns=[...], rows are steps"
+    as_runs = f"If {index.name!r} labels runs, lagged_pairs(frame, run={index.name!r})"
     if times.dtype.kind not in "iuf":
-        label = (
-            ""
-            if index.name is None
-            else f"If {index.name!r} labels runs, lagged_pairs(frame, run={index.name!r}). "
-        )
-        advice = f"{label}Times take pandas.to_datetime; {rows}"
+        advice = f"Times take pandas.to_datetime; {rows}"
+        if index.name is not None:
+            advice = f"{as_runs}. {advice}"
         fail_kind(name, "have an index of numbers or dates", f"one of {index.dtype}", advice)
     if len(times) < 2:
         return
+
     steps = np.diff(times.astype(float) if times.dtype.kind == "u" else times)
     if not (steps > 0).all():
-        at = int(np.argmin(steps > 0))
+        i = int(np.argmin(steps > 0))
         advice = restarts()
-        repeats = (steps == 0).sum() + 1 + (steps < 0).sum() < len(times) / 2
-        if column is None and index.name is not None and not repeats:
-            advice = f"If {index.name!r} labels runs, lagged_pairs(frame, run={index.name!r})"
+        num_repeats = (steps == 0).sum() + 1 + (steps < 0).sum()
+        if column is None and index.name is not None and num_repeats >= len(times) / 2:
+            advice = as_runs
         fail(
             name,
             "have an index that increases",
-            f"{index[at + 1]} after {index[at]}",
+            f"{index[i + 1]} after {index[i]}",
             f"{advice}; {rows}",
         )
     with warnings.catch_warnings():  # pandas 3 warns that `inferred_freq` will change its type
         warnings.simplefilter("ignore")
-        calendar = getattr(index, "inferred_freq", None) is not None  # months are even, too
-    if not calendar and not are_even(times):
-        most, usual = (int(np.argsort(steps)[at]) for at in (-1, len(steps) // 2))
-        got = (
-            f"{index[most + 1]} after {index[most]}, where {index[usual + 1]} comes after "
-            f"{index[usual]}"
-        )
+        is_calendar = getattr(index, "inferred_freq", None) is not None  # months are even, too
+    if not is_calendar and not are_even(times):
+        order = np.argsort(steps)
+        i = int(order[-1])
+        j = int(order[len(steps) // 2])
         fail(
             name,
             "have an index of even steps",
-            got,
+            f"{index[i + 1]} after {index[i]}, where {index[j + 1]} comes after {index[j]}",
             f"Cut it at gaps into a list of trajectories, or fill them; {rows}",
         )
-    dates = hasattr(index, "asi8")
-    unit = (index[-1] - index[0]).total_seconds() / float(times[-1] - times[0]) if dates else 1.0
-    found.append(("dates" if dates else "numbers", steps.mean() * unit, np.ptp(steps) * unit))
+
+    kind = "numbers"
+    unit = 1.0
+    if hasattr(index, "asi8"):
+        kind = "dates"
+        unit = (index[-1] - index[0]).total_seconds() / float(times[-1] - times[0])
+    time_steps.append((kind, steps.mean() * unit, np.ptp(steps) * unit))
 
 
-def check_same_rows(given: dict[str, Any]) -> None:
+def check_same_rows(arguments: dict[str, Any]) -> None:
     """Raise if two frames among the arguments have the same rows in different orders."""
-    known: tuple[str, Any] | None = None
-    for name, value in given.items():
-        parts = (
-            list(value.values())
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, list | tuple)
-            else [value]
-        )
-        for part in parts if parts and hasattr(parts[0], "iloc") else ():
-            index = getattr(part, "index", None)
-            if index is None or known is None:
-                known = known or (name, index)
+    first_name = ""
+    first_index = None
+    for name, value in arguments.items():
+        for index in _row_labels(value):
+            if first_index is None:
+                first_name = name
+                first_index = index
             elif (
-                len(index) == len(known[1])
-                and not index.equals(known[1])
-                and set(index) == set(known[1])
+                len(index) == len(first_index)
+                and not index.equals(first_index)
+                and set(index) == set(first_index)
             ):
-                wanted = f"have its rows in the order of `{known[0]}`"
-                fail(name, wanted, "the same labels in another order", "Use frame.loc[other.index]")
+                requirement = f"have its rows in the order of `{first_name}`"
+                advice = "Use frame.loc[other.index]"
+                fail(name, requirement, "the same labels in another order", advice)
 
 
-def take_groups(given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments whose `groups`, if the name of a column, level or coordinate, is replaced by its labels."""
-    label, found = given.get("groups"), []
-    if not isinstance(label, str | int):
-        return given
+def _row_labels(value: Any) -> list[Any]:
+    """Return the indices of frames in an argument whose first element is a frame."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    tables = value if isinstance(value, list | tuple) else [value]
+    if not tables or not hasattr(tables[0], "iloc"):
+        return []
+    indices = [getattr(table, "index", None) for table in tables]
+    return [index for index in indices if index is not None]
+
+
+def take_groups(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments whose `groups`, if a name, are replaced by the labels of this name.
+
+    The name is that of a column, an index level or a coordinate, which the arguments then lack.
+    """
+    name = arguments.get("groups")
+    if not isinstance(name, str | int):
+        return arguments
+    labels_of_tables = []
 
     def without(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: without(part) for name, part in value.items()}
+            return {key: without(table) for key, table in value.items()}
         if isinstance(value, list | tuple):
-            return [without(part) for part in value]
+            return [without(table) for table in value]
         if not is_table(value):
             return value
-        rest, labels = _without(value, label)
-        found.extend([] if labels is None else [labels])
-        return rest
+        table, labels = _without(value, name)
+        if labels is not None:
+            labels_of_tables.append(labels)
+        return table
 
-    rest = {name: without(value) for name, value in given.items() if name != "groups"}
-    if not found:
-        wanted = (
+    arguments = {key: without(value) for key, value in arguments.items() if key != "groups"}
+    if not labels_of_tables:
+        requirement = (
             "be one label per sample, or the name of a column, index level or coordinate of a frame"
         )
-        fail("groups", wanted, repr(label))
-    if any(one is None or one != one for one in found[0].tolist()):
-        fail("groups", f"have a label in every row of {label!r}", "missing ones")
-    if any(not np.array_equal(labels, found[0]) for labels in found):
-        fail(
-            "groups",
-            "be the same in all frames, whose rows are the same samples",
-            f"others in {label!r}",
-        )
-    return rest | {"groups": found[0]}
+        fail("groups", requirement, repr(name))
+    groups = labels_of_tables[0]
+    if any(label is None or label != label for label in groups.tolist()):
+        fail("groups", f"have a label in every row of {name!r}", "missing ones")
+    if any(not np.array_equal(labels, groups) for labels in labels_of_tables):
+        requirement = "be the same in all frames, whose rows are the same samples"
+        fail("groups", requirement, f"others in {name!r}")
+    return arguments | {"groups": groups}
 
 
-def _without(table: Any, label: str | int) -> tuple[Any, np.ndarray | None]:
-    """Return a table without its labels of rows of one name, and these labels, or None if it has none."""
+def _without(table: Any, name: str | int) -> tuple[Any, np.ndarray | None]:
+    """Return a table without its row labels of one name, and these labels, or None without any."""
     if hasattr(table, "dims"):
-        if label not in table.coords or table.coords[label].ndim != 1:
+        if name not in table.coords or table.coords[name].ndim != 1:
             return table, None
-        return table.drop_vars(label), table.coords[label].to_numpy()
-    if label in getattr(table, "columns", ()):
-        return table.drop(columns=label), table[label].to_numpy()
-    if label in table.index.names:
-        return table.reset_index(drop=True), table.index.get_level_values(label).to_numpy()
+        return table.drop_vars(name), table.coords[name].to_numpy()
+    if name in getattr(table, "columns", ()):
+        return table.drop(columns=name), table[name].to_numpy()
+    if name in table.index.names:
+        return table.reset_index(drop=True), table.index.get_level_values(name).to_numpy()
     return table, None

@@ -93,17 +93,18 @@ PEERS = {
 @functools.cache
 def exports() -> dict[str, tuple[str, ...]]:
     """Return the public names of each package and folder, without an import of them."""
-    found = {}
+    names_of_folder = {}
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
             continue
         root = Path(spec.origin).parent
         for file in [root / "__init__.py", *sorted(root.glob("[!_]*/__init__.py"))]:
-            dotted = ".".join([package, *file.parent.relative_to(root).parts])
-            if names := _listed(file):
-                found[dotted] = names
-    return found
+            folder = ".".join([package, *file.parent.relative_to(root).parts])
+            names = _listed(file)
+            if names:
+                names_of_folder[folder] = names
+    return names_of_folder
 
 
 def _listed(file: Path) -> tuple[str, ...]:
@@ -125,7 +126,8 @@ def hint(package: str, name: str) -> str | None:
     if len(name) < 6:  # short names are near to too many
         return None
     for folder in [package, *exports()]:
-        near = difflib.get_close_matches(name, exports().get(folder, ()), 1, 0.85)
-        if near:
-            return f"Perhaps {folder}.{near[0]}"
+        names = exports().get(folder, ())
+        matches = difflib.get_close_matches(name, names, 1, 0.85)
+        if matches:
+            return f"Perhaps {folder}.{matches[0]}"
     return None

@@ -17,20 +17,18 @@ from dissociation._core.types import PRNGKey, PRNGKeys
 
 def named_key(name: str) -> Key[Array, ""]:
     """Return a key of JAX's default generator for `name`, which no seed below 2^32 gives."""
-    words = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], ">u4").astype(np.uint32)
-    return jax.random.wrap_key_data(
-        jnp.asarray(words | np.array([1, 0], np.uint32)), impl="threefry2x32"
-    )
+    digest = hashlib.sha256(name.encode()).digest()
+    words = np.frombuffer(digest[:8], ">u4").astype(np.uint32)
+    key_data = jnp.asarray(words | np.array([1, 0], np.uint32))
+    return jax.random.wrap_key_data(key_data, impl="threefry2x32")
 
 
 def typed(key: PRNGKey | PRNGKeys) -> Array:
     """Return a key, or keys, in the form of `jax.random.key`."""
     array = jnp.asarray(key)
-    return (
-        array
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-        else jax.random.wrap_key_data(array)
-    )
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array
+    return jax.random.wrap_key_data(array)
 
 
 def normal(
@@ -40,33 +38,36 @@ def normal(
 
     Source: Salmon et al. (2011), Parallel random numbers: as easy as 1, 2, 3.
     """
-    key, kind = typed(key), jnp.dtype(dtype)
-    narrow = jnp.issubdtype(kind, jnp.floating) and kind.itemsize <= 4
+    key = typed(key)
+    number_type = jnp.dtype(dtype)
     size = math.prod(shape)
-    if not narrow or size == 0 or str(jax.random.key_impl(key)) != "threefry2x32":
+    is_narrow = jnp.issubdtype(number_type, jnp.floating) and number_type.itemsize <= 4
+    if not is_narrow or size == 0 or str(jax.random.key_impl(key)) != "threefry2x32":
         return jax.random.normal(key, shape, dtype)
-    # Threefry makes two words of 32 bits per call, of which `jax.random.bits` returns the exclusive
-    # or. Both used, half of the calls suffice.
-    half, words = -(-size // 2), jax.random.key_data(key)
-    counts = lax.iota(jnp.uint32, half)
     try:
         generator = _compat.threefry2x32_p
     except ImportError as error:
         warn(f"{error} Until then it draws other numbers.")
         return jax.random.normal(key, shape, dtype)
-    first, second = map(
-        _normal_of_bits, generator.bind(words[0], words[1], jnp.zeros_like(counts), counts)
-    )
+
+    # Threefry makes two words of 32 bits per call, of which `jax.random.bits` returns the exclusive
+    # or. Both used, half of the calls suffice.
+    words = jax.random.key_data(key)
+    half = -(-size // 2)
+    counts = lax.iota(jnp.uint32, half)
+    bits = generator.bind(words[0], words[1], jnp.zeros_like(counts), counts)
+    first, second = map(_normal_of_bits, bits)
     # XLA on a CPU would compute halves joined end to end element by element, inside the loop that
     # joins them.
-    both = jnp.zeros((2, half), jnp.float32).at[0].set(first).at[1].set(second)
-    return both.reshape(-1)[:size].reshape(shape).astype(kind)
+    halves = jnp.zeros((2, half), jnp.float32).at[0].set(first).at[1].set(second)
+    return halves.reshape(-1)[:size].reshape(shape).astype(number_type)
 
 
 def _normal_of_bits(bits: Array) -> Array:
     """Return standard normal numbers by the inverse of the distribution function."""
     # 23 bits as the fraction of a number in [1, 2), brought to (-1, 1).
-    uniform = lax.bitcast_convert_type((bits >> 9) | np.uint32(0x3F800000), jnp.float32) - 1.0
-    least = np.nextafter(np.float32(-1.0), np.float32(0.0))
-    uniform = jnp.maximum(uniform * (1.0 - least) + least, least)
+    fraction = (bits >> 9) | np.uint32(0x3F800000)
+    uniform = lax.bitcast_convert_type(fraction, jnp.float32) - 1.0
+    smallest = np.nextafter(np.float32(-1.0), np.float32(0.0))
+    uniform = jnp.maximum(uniform * (1.0 - smallest) + smallest, smallest)
     return np.float32(np.sqrt(2.0)) * lax.erf_inv(uniform)

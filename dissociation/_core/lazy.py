@@ -21,16 +21,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
     def getattribute(name: str) -> Any:
         module = sys.modules[package]
         if not homes:
-            import ast  # here, because `import dissociation` takes milliseconds
-
-            with open(str(module.__file__), encoding="utf-8") as file:
-                blocks = [
-                    node.body for node in ast.parse(file.read()).body if isinstance(node, ast.If)
-                ]
-            imports = [
-                node for block in blocks for node in block if isinstance(node, ast.ImportFrom)
-            ]
-            homes.update({alias.name: str(node.module) for node in imports for alias in node.names})
+            homes.update(_homes(str(module.__file__)))
         if name == "__version__" and "." not in package:
             from importlib.metadata import version
 
@@ -46,8 +37,9 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
             from dissociation._core.hints import hint
 
             missing = f"module {package!r} has no attribute {name!r}"
-            if found := hint(package, name):
-                raise ImportError(f"{missing}. {found}.")
+            advice = hint(package, name)
+            if advice is not None:
+                raise ImportError(f"{missing}. {advice}.")
             raise AttributeError(missing)
         setattr(module, name, value)
         return value
@@ -57,3 +49,17 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
         return sorted([*sys.modules[package].__all__, *version])
 
     return getattribute, listed
+
+
+def _homes(path: str) -> dict[str, str]:
+    """Return the modules of the names that a file imports."""
+    import ast  # here, because `import dissociation` takes milliseconds
+
+    with open(path, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    homes = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                homes[alias.name] = str(node.module)
+    return homes

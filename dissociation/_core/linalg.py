@@ -1,4 +1,4 @@
-"""Differentiable linear algebra: powers of positive semidefinite matrices, nuclear norm and centring."""
+"""Differentiable linear algebra: matrix powers, nuclear norm, singular values and centring."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,28 +24,32 @@ def product(
 
 
 def scale_of(size: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Return a power of two near a size, which divides data without rounding; a constant for derivatives."""
+    """Return a power of two near `size`, a constant for derivatives.
+
+    Division by a power of two does not round.
+    """
     size = lax.stop_gradient(size)
-    usable = (size > 0) & jnp.isfinite(size)
+    is_usable = (size > 0) & jnp.isfinite(size)
     limits = jnp.finfo(size.dtype)
     # The bits of the exponent alone are the power of two below: `frexp` and `ldexp` take ten times
     # as long to compile.
-    size = jnp.where(usable, jnp.maximum(size, limits.tiny), 0.5)
+    size = jnp.where(is_usable, jnp.maximum(size, limits.tiny), 0.5)
     bits = lax.bitcast_convert_type(size, f"uint{limits.bits}")
-    exponent = bits & (((1 << limits.nexp) - 1) << limits.nmant)
-    power = lax.bitcast_convert_type(exponent, size.dtype)
-    return jnp.minimum(2 * power, 2.0 ** (limits.maxexp - 1))
+    exponent_mask = ((1 << limits.nexp) - 1) << limits.nmant
+    power = lax.bitcast_convert_type(bits & exponent_mask, size.dtype)
+    largest_power = 2.0 ** (limits.maxexp - 1)
+    return jnp.minimum(2 * power, largest_power)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def no_derivative(x: Array, what: str) -> Array:
-    """Return the array, whose derivative raises an error that names `what`."""
+def no_derivative(x: Array, quantity: str) -> Array:
+    """Return `x`, whose derivative raises an error that names `quantity`."""
     return x
 
 
 @no_derivative.defjvp
-def _no_derivative(what: str, primals: Any, tangents: Any) -> Any:
-    raise TypeError(f"{what} has no derivative.")
+def _no_derivative(quantity: str, primals: Any, tangents: Any) -> Any:
+    raise TypeError(f"{quantity} has no derivative.")
 
 
 def finite_part(
@@ -53,61 +57,71 @@ def finite_part(
 ) -> tuple[Float[Array, "*b n m"], Float[Array, "*b"]]:
     """Return the matrix, or zeros if an entry is not finite, and 0 or NaN to add to results."""
     # LAPACK may loop for ever on NaN or infinity, or return finite numbers.
-    finite = jnp.all(jnp.isfinite(matrix), (-2, -1))
-    return jnp.where(finite[..., None, None], matrix, 0.0), jnp.where(finite, 0.0, jnp.nan).astype(
-        matrix.dtype
-    )
+    is_finite = jnp.all(jnp.isfinite(matrix), (-2, -1))
+    finite_matrix = jnp.where(is_finite[..., None, None], matrix, 0.0)
+    undefined = jnp.where(is_finite, 0.0, jnp.nan)
+    return finite_matrix, undefined.astype(matrix.dtype)
 
 
 @validated
 @jax.jit
 def centre(
-    x: Float[Array | np.ndarray, "n d"], kept: Bool[Array | np.ndarray, " n"] | None = None
+    x: Float[Array | np.ndarray, "n d"], is_used: Bool[Array | np.ndarray, " n"] | None = None
 ) -> Float[Array, "n d"]:
-    """Subtract the mean over `kept` rows, by default all, of every column."""
-    if kept is None:
+    """Subtract the mean over the rows `is_used`, by default all, of every column."""
+    if is_used is None:
         first = 0
         weights = None
     else:
-        first = jnp.argmax(kept)
-        weights = kept[:, None]
-    even = jnp.all(x == x[first][None], 0, where=weights)
+        first = jnp.argmax(is_used)
+        weights = is_used[:, None]
+    is_constant = jnp.all(x == x[first][None], 0, where=weights)
+
     centred = x - jnp.mean(x, 0, where=weights)[None]
     # The first mean carries the rounding of a large offset.
     centred = centred - jnp.mean(centred, 0, where=weights)[None]
+
     step = x - jax.lax.stop_gradient(x)  # zero, with the derivative of x
-    return jnp.where(even[None], step - jnp.mean(step, 0, where=weights)[None], centred)
+    centred_step = step - jnp.mean(step, 0, where=weights)[None]
+    return jnp.where(is_constant[None], centred_step, centred)
 
 
 @validated
 @jax.jit
 def positive_inverse(matrix: Float[Array | np.ndarray, "*b n n"]) -> Float[Array, "*b n n"]:
     """Return inverses of stacked small positive definite matrices [..., n, n]."""
-    number, batch = matrix.shape[-1], matrix.shape[:-2]
-    size = 1 << max(number - 1, 0).bit_length()
+    number = matrix.shape[-1]
+    batch = matrix.shape[:-2]
     factor = jnp.linalg.cholesky(matrix)
-    extra = size - number
-    padded = jnp.pad(factor, ((0, 0),) * len(batch) + ((0, extra), (0, extra)))
-    rest = jnp.diag(jnp.arange(size) >= number).astype(padded.dtype)
-    padded = padded + rest[(None,) * len(batch)]
+
+    # Pad the factor by an identity to a power of two.
+    size = 1 << max(number - 1, 0).bit_length()
+    extra = (0, size - number)
+    padded = jnp.pad(factor, ((0, 0),) * len(batch) + (extra, extra))
+    identity = jnp.diag(jnp.arange(size) >= number).astype(padded.dtype)
+    padded = padded + identity[(None,) * len(batch)]
+
     # [[A, 0], [B, C]]^{-1} = [[A^{-1}, 0], [-C^{-1} B A^{-1}, C^{-1}]], from diagonal blocks that
     # double in every round. Triangular solves of a stack would run sequentially.
-    blocks = (
-        1 / jnp.diagonal(padded, axis1=-2, axis2=-1)[..., None, None]
-    )  # [..., blocks, width, width]
+    diagonal = jnp.diagonal(padded, axis1=-2, axis2=-1)
+    inverses = 1 / diagonal[..., None, None]  # [..., blocks, width, width]
     width = 1
     while width < size:
-        first, second = blocks[..., ::2, :, :], blocks[..., 1::2, :, :]
-        count = size // (2 * width)
-        cut = padded.reshape(*batch, count, 2 * width, count, 2 * width)
-        diagonal = jnp.moveaxis(
-            jnp.diagonal(cut, axis1=-4, axis2=-2), -1, -3
-        )  # the diagonal blocks
-        below = -product(second, product(diagonal[..., width:, :width], first))
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
-        blocks = jnp.concatenate([upper, jnp.concatenate([below, second], -1)], -2)
+        upper_left = inverses[..., ::2, :, :]
+        lower_right = inverses[..., 1::2, :, :]
+
+        num_blocks = size // (2 * width)
+        tiles = padded.reshape(*batch, num_blocks, 2 * width, num_blocks, 2 * width)
+        diagonal_tiles = jnp.diagonal(tiles, axis1=-4, axis2=-2)
+        diagonal_tiles = jnp.moveaxis(diagonal_tiles, -1, -3)
+        lower_left = diagonal_tiles[..., width:, :width]
+        lower_left = -product(lower_right, product(lower_left, upper_left))
+
+        upper = jnp.concatenate([upper_left, jnp.zeros_like(upper_left)], -1)
+        lower = jnp.concatenate([lower_left, lower_right], -1)
+        inverses = jnp.concatenate([upper, lower], -2)
         width *= 2
-    inverse = blocks[..., 0, :number, :number]
+    inverse = inverses[..., 0, :number, :number]
     return product(jnp.swapaxes(inverse, -1, -2), inverse)
 
 
@@ -135,50 +149,55 @@ def _symmetric_power(power: float, matrix: Array, rtol: Array) -> Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _psd_power(power: float, matrix: Array, rtol: Array) -> Array:
-    _, _, _, image = _decompose(power, matrix, rtol)
-    return image
+    return _decompose(power, matrix, rtol)[-1]
 
 
 @_psd_power.defjvp
 def _psd_power_jvp(
     power: float, primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    values, kept, vectors, image = _decompose(power, *primals)
+    eigenvalues, is_retained, eigenvectors, image = _decompose(power, *primals)
+
     # With r = log(a / b), (a^p - b^p) / (a - b) = (a b)^((p - 1) / 2) sinh(p r / 2) / sinh(r / 2):
     # smooth and even in r, so nothing cancels if a is close to b.
-    ratio = jnp.log(values)[:, None] - jnp.log(values)[None]
-    equal = ratio == 0
-    quotient = jnp.where(
-        equal, power, jnp.sinh(0.5 * power * ratio) / jnp.sinh(jnp.where(equal, 1.0, 0.5 * ratio))
-    )
-    half = values ** (0.5 * (power - 1))
-    edge = jnp.where(kept, values ** (power - 1), 0.0)
+    logarithms = jnp.log(eigenvalues)
+    r = logarithms[:, None] - logarithms[None]
+    is_equal = r == 0
+    numerator = jnp.sinh(0.5 * power * r)
+    denominator = jnp.sinh(jnp.where(is_equal, 1.0, 0.5 * r))
+    quotient = jnp.where(is_equal, power, numerator / denominator)
+    root = eigenvalues ** (0.5 * (power - 1))
+    retained_slopes = root[:, None] * root[None] * quotient
+
+    edge = jnp.where(is_retained, eigenvalues ** (power - 1), 0.0)
     slopes = jnp.where(
-        kept[:, None] & kept[None],
-        half[:, None] * half[None] * quotient,
-        edge[:, None] + edge[None],
+        is_retained[:, None] & is_retained[None], retained_slopes, edge[:, None] + edge[None]
     )
+
     # dP = V (F * (V^T dM V)) V^T with divided differences F of f. JAX's rule is not finite if
     # eigenvalues coincide.
-    turned = product(product(vectors.T, tangents[0]), vectors)
-    return image, product(product(vectors, slopes * turned), vectors.T)
+    rotated = product(product(eigenvectors.T, tangents[0]), eigenvectors)
+    return image, product(product(eigenvectors, slopes * rotated), eigenvectors.T)
 
 
 @partial(jax.jit, static_argnums=0)
 def _decompose(power: float, matrix: Array, rtol: Array) -> tuple[Array, Array, Array, Array]:
-    """Return eigenvalues (1 if cut off), flags of kept ones, eigenvectors, and the power."""
+    """Return eigenvalues (1 if cut off), flags of retained ones, eigenvectors, and the power."""
     matrix, undefined = finite_part(matrix)
-    values, vectors = jnp.linalg.eigh(matrix, symmetrize_input=False)
-    kept = values > rtol * jnp.maximum(values[-1], 0.0)
-    values = jnp.where(kept, values, 1.0)
-    image = product(vectors * jnp.where(kept, values**power, 0.0)[None], vectors.T)
-    return values, kept, vectors + undefined, image + undefined
+    eigenvalues, eigenvectors = jnp.linalg.eigh(matrix, symmetrize_input=False)
+    is_retained = eigenvalues > rtol * jnp.maximum(eigenvalues[-1], 0.0)
+    eigenvalues = jnp.where(is_retained, eigenvalues, 1.0)
+    powers = jnp.where(is_retained, eigenvalues**power, 0.0)
+    image = product(eigenvectors * powers[None], eigenvectors.T)
+    return eigenvalues, is_retained, eigenvectors + undefined, image + undefined
 
 
 @jax.custom_jvp
 @jax.jit
 def nuclear_norm(matrix: Float[Array, "m k"]) -> Float[Array, ""]:
-    """Return the sum of singular values, with derivative <U V^T, dM> over those that are not negligible.
+    """Return the sum of singular values.
+
+    The derivative is <U V^T, dM> over singular values that are not negligible.
 
     Source: Watson (1992), Characterization of the subdifferential of some matrix norms.
     """
@@ -189,29 +208,38 @@ def nuclear_norm(matrix: Float[Array, "m k"]) -> Float[Array, ""]:
 @nuclear_norm.defjvp
 def _nuclear_norm_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     matrix, undefined = finite_part(primals[0])
-    left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+    left_vectors, values, right_vectors = jnp.linalg.svd(matrix, full_matrices=False)
     rtol = max(matrix.shape) * float(jnp.finfo(matrix.dtype).eps)
+    is_retained = values > rtol * values[0]
     # At deficient rank this is the subgradient of least norm.
-    polar = product(left * (values > rtol * values[0])[None], right) + undefined
+    polar = product(left_vectors * is_retained[None], right_vectors) + undefined
     return jnp.sum(values) + undefined, jnp.sum(polar * tangents[0])
 
 
 def rank_cut(x: Float[Array, "n p"]) -> float:
     """Return the fraction of the largest singular value up to which others count as zero."""
     # The rounding of a missing direction, some 3 units, does not grow with the number of samples.
-    return min(max(x.shape), 300) * float(jnp.finfo(x.dtype).eps)
+    num_units = min(max(x.shape), 300)
+    return num_units * float(jnp.finfo(x.dtype).eps)
 
 
 def column_units(x: np.ndarray) -> np.ndarray:
-    """Return powers of two near the largest entries of columns [n, p]; divided by them, ranks depend on no units."""
+    """Return powers of two near the largest entries of columns [n, p].
+
+    The rank of `x` divided by these powers does not depend on units.
+    """
     sizes = np.abs(x).max(0, initial=0.0)
-    return np.ldexp(1.0, np.frexp(np.where(sizes > 0, sizes, 1.0))[1])
+    sizes = np.where(sizes > 0, sizes, 1.0)
+    _, exponents = np.frexp(sizes)
+    return np.ldexp(1.0, exponents)
 
 
 def num_directions(x: np.ndarray, rtol: float) -> int:
     """Return the number of singular values that exceed a fraction of the largest."""
     values = np.asarray(svdvals(x))
-    return int(np.sum(values > rtol * values[0])) if values.size else 0
+    if values.size == 0:
+        return 0
+    return int(np.sum(values > rtol * values[0]))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -221,50 +249,58 @@ def singular_map(
     parameter: Float[Array, "..."],
     cut: float | Float[Array, ""],
 ) -> Float[Array, "n p"]:
-    """Return U diag(f(s)) V^T of a matrix U diag(s) V^T, with zeros for negligible s [k], in falling order.
+    """Return U diag(f(s)) V^T of a matrix U diag(s) V^T, with zeros for negligible s.
 
-    `function` f(s, parameter) is hashable and acts entry by entry, up to locally constant factors.
-    Up to the fraction `cut` of the largest, s are negligible.
+    `function` f(s, parameter) is hashable and acts entry by entry, up to locally constant factors,
+    on s [k] in falling order. Up to the fraction `cut` of the largest, s are negligible.
     """
     return _singular(function, x, parameter, cut)[0]
 
 
 def _singular(function: Any, x: Array, parameter: Array, cut: float | Array) -> tuple[Array, ...]:
+    """Return the image of `x`, its singular vectors and values, and the values' images."""
     x, undefined = finite_part(x)
-    left, values, right = jnp.linalg.svd(x, full_matrices=False)
-    kept = values > cut * values[0]
-    values = jnp.where(kept, values, 0.0)
-    mapped = jnp.where(kept, function(values, parameter), 0.0)
-    return product(left * mapped[None], right) + undefined, left, values, right, mapped
+    left_vectors, values, right_vectors = jnp.linalg.svd(x, full_matrices=False)
+    is_retained = values > cut * values[0]
+    values = jnp.where(is_retained, values, 0.0)
+    mapped = jnp.where(is_retained, function(values, parameter), 0.0)
+    image = product(left_vectors * mapped[None], right_vectors) + undefined
+    return image, left_vectors, values, right_vectors, mapped
 
 
 @singular_map.defjvp
 def _singular_map_jvp(function: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (x, parameter, cut), (dx, dparameter, _) = primals, tangents
-    image, left, values, right, mapped = _singular(function, x, parameter, cut)
-    kept = values > 0
-    slope, change = (
-        jnp.where(
-            kept, jax.jvp(lambda *args: function(*args), (values, parameter), direction)[1], 0.0
-        )
-        for direction in (
-            (jnp.ones_like(values), jnp.zeros_like(parameter)),
-            (jnp.zeros_like(values), dparameter),
-        )
-    )
-    inner = product(product(left.T, dx), right.T)
-    even, odd = 0.5 * (inner + inner.T), 0.5 * (inner - inner.T)
-    gap, total = values[:, None] - values[None], values[:, None] + values[None]
-    near = jnp.abs(gap) <= jnp.finfo(x.dtype).eps ** 0.5 * total
-    quotient = jnp.where(near, 1.0, gap)
-    differences = jnp.where(
-        near, 0.5 * (slope[:, None] + slope[None]), (mapped[:, None] - mapped[None]) / quotient
-    )
-    sums = jnp.where(
-        total > 0, (mapped[:, None] + mapped[None]) / jnp.where(total > 0, total, 1.0), 0.0
-    )
-    ratio = jnp.where(kept, mapped / jnp.where(kept, values, 1.0), 0.0)
-    turned = product(product(left, differences * even + sums * odd + jnp.diag(change)), right)
-    beside = product((dx - product(left, product(left.T, dx))), right.T * ratio[None])
-    beyond = product((left * ratio[None]).T, dx - product(product(dx, right.T), right))
-    return image, turned + product(beside, right) + product(left, beyond)
+    x, parameter, cut = primals
+    dx, dparameter, _ = tangents
+    image, left_vectors, values, right_vectors, mapped = _singular(function, x, parameter, cut)
+    is_retained = values > 0
+
+    def derivative(*direction: Any) -> Array:
+        _, tangent = jax.jvp(lambda *args: function(*args), (values, parameter), direction)
+        return jnp.where(is_retained, tangent, 0.0)
+
+    slope = derivative(jnp.ones_like(values), jnp.zeros_like(parameter))
+    change = derivative(jnp.zeros_like(values), dparameter)
+
+    # Within the singular vectors, divided differences of f multiply U^T dX V.
+    inner = product(product(left_vectors.T, dx), right_vectors.T)
+    symmetric = 0.5 * (inner + inner.T)
+    antisymmetric = 0.5 * (inner - inner.T)
+    gap = values[:, None] - values[None]
+    total = values[:, None] + values[None]
+    is_close = jnp.abs(gap) <= jnp.finfo(x.dtype).eps ** 0.5 * total
+    divisor = jnp.where(is_close, 1.0, gap)
+    mean_slope = 0.5 * (slope[:, None] + slope[None])
+    differences = jnp.where(is_close, mean_slope, (mapped[:, None] - mapped[None]) / divisor)
+    mapped_total = mapped[:, None] + mapped[None]
+    sums = jnp.where(total > 0, mapped_total / jnp.where(total > 0, total, 1.0), 0.0)
+
+    # Outside of the singular vectors, f(s) / s multiplies dX.
+    ratio = jnp.where(is_retained, mapped / jnp.where(is_retained, values, 1.0), 0.0)
+    core = differences * symmetric + sums * antisymmetric + jnp.diag(change)
+    within = product(product(left_vectors, core), right_vectors)
+    new_columns = dx - product(left_vectors, product(left_vectors.T, dx))
+    beside = product(new_columns, right_vectors.T * ratio[None])
+    new_rows = dx - product(product(dx, right_vectors.T), right_vectors)
+    beyond = product((left_vectors * ratio[None]).T, new_rows)
+    return image, within + product(beside, right_vectors) + product(left_vectors, beyond)

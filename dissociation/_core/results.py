@@ -39,7 +39,7 @@ class Axes(Protocol):
 
 
 Over = str | Sequence[str] | Mapping[str, Any] | Axes | None
-"""Leading axes: names, a mapping of names to coordinates, or a grid whose axes replace the first axis."""
+"""Leading axes: names, names with coordinates, or a grid whose axes replace the first axis."""
 
 
 class Labelled:
@@ -64,13 +64,16 @@ class Labelled:
         return save_results(self.to_xarray(over), path)
 
 
-def check_names(name: str, tree: Any, beginning: str, *taken: str) -> None:
-    """Raise if a tree, with names that start with `beginning`, does not fit into a file with axes `taken`."""
-    names = [*taken, *(each for each, *_ in _fields(tree, beginning))]
-    for each in names:
-        check_name(name, each)
-        if names.count(each) > 1:
-            checks.fail(name, "give each array a name of its own", f"{each} twice")
+def check_names(name: str, tree: Any, prefix: str, *reserved: str) -> None:
+    """Raise if arrays of a tree, named from `prefix` on, do not fit into a file.
+
+    The file has axes `reserved`.
+    """
+    names = [*reserved, *(field_name for field_name, *_ in _fields(tree, prefix))]
+    for field_name in names:
+        check_name(name, field_name)
+        if names.count(field_name) > 1:
+            checks.fail(name, "give each array a name of its own", f"{field_name} twice")
 
 
 class _Front(NamedTuple):
@@ -89,15 +92,20 @@ class _Front(NamedTuple):
 def dataset_of(
     tree: Any, over: Over = None, *, then: Mapping[str, Any] | None = None
 ) -> "xarray.Dataset":
-    """Return a dataset of the arrays of a result: nested modules, named tuples, dictionaries and lists.
+    """Return a dataset of the arrays of a result.
 
-    Names of fields are joined by `_`. Axes are named by annotations, `Float[Array, "pairs r"]`, or
-    `<array>_dim_<place>`. `UNITS` holds units of fields, and `axis_coordinates()` returns
-    coordinates. Text and static fields become attributes. None and functions are omitted.
+    A result nests modules, named tuples, dictionaries and lists. Names of fields are joined by `_`.
+    Axes are named by annotations, `Float[Array, "pairs r"]`, or `<array>_dim_<place>`. `UNITS`
+    holds units of fields, and `axis_coordinates()` returns coordinates. Text and static fields
+    become attributes. None and functions are omitted.
     """
-    front, more = _front(over), _front(then)
-    front = _Front((*front.axes, *more.axes), front.coords | more.coords, front.grid)
-    arrays, dims, units, attrs = {}, {}, {}, {}
+    front = _front(over)
+    inner = _front(then)
+    front = _Front((*front.axes, *inner.axes), front.coords | inner.coords, front.grid)
+    arrays = {}
+    dims = {}
+    units = {}
+    attrs = {}
     for name, value, hint, unit in _fields(tree, ""):
         if name in arrays or name in attrs:
             checks.fail("tree", "give each array a name of its own", f"{name} twice")
@@ -105,25 +113,35 @@ def dataset_of(
             attrs[name] = value
             continue
         arrays[name], dims[name] = _placed(name, value, hint, front)
-        units |= {name: unit} if unit else {}
+        if unit:
+            units[name] = unit
     if not arrays:
         checks.fail_kind("tree", "hold arrays", f"an object of type {type(tree).__name__}")
-    used = {axis for axes in dims.values() for axis in axes}
-    beside = dict(front.coords) | getattr(tree, "axis_coordinates", dict)()
-    coords = {name: values for name, (axis, values) in beside.items() if axis in used}
-    dims |= {name: (axis,) for name, (axis, _) in beside.items() if name in coords}
+
+    used = set().union(*dims.values())
+    all_coords = dict(front.coords)
+    all_coords |= getattr(tree, "axis_coordinates", dict)()
+    coords = {}
+    for name, (axis, values) in all_coords.items():
+        if axis in used:
+            coords[name] = values
+            dims[name] = (axis,)
     return make_dataset(arrays, dims, coords=coords, units=units, attrs=attrs)
 
 
 def _front(over: Over) -> _Front:
+    """Return the leading axes."""
     if isinstance(over, Axes):
         return _Front(over.axes, dict(over.coords), over.shape)
     if isinstance(over, Mapping):
-        given = {
-            name: (name, np.asarray(values)) for name, values in over.items() if values is not None
-        }
-        return _Front(tuple(over), given)
-    return _Front((over,) if isinstance(over, str) else tuple(over or ()), {})
+        coords = {}
+        for name, values in over.items():
+            if values is not None:
+                coords[name] = (name, np.asarray(values))
+        return _Front(tuple(over), coords)
+    if isinstance(over, str):
+        over = (over,)
+    return _Front(tuple(over or ()), {})
 
 
 def _fields(
@@ -134,25 +152,34 @@ def _fields(
         return
     if isinstance(tree, str):
         yield name or "text", tree, None, ""
-    elif (fields := _record(tree)) is not None:
-        bases, units = reversed(type(tree).__mro__), getattr(tree, "UNITS", {})
-        hints = {
-            k: hint
-            for base in bases
-            for k, hint in base.__dict__.get("__annotations__", {}).items()
-        }
-        axes = getattr(tree, "AXES", ())
-        for field, static in fields.items():
-            value, inner = getattr(tree, field), f"{name}_{field}" if name else field
-            if not static:
-                yield from _fields(value, inner, (hints.get(field), axes), units.get(field, ""))
-            elif not callable(value):
-                yield inner, value, None, ""
-    elif isinstance(tree, Mapping) or (isinstance(tree, list | tuple) and not _is_leaf(tree)):
+        return
+    fields = _record(tree)
+    is_list = isinstance(tree, list | tuple) and not _is_leaf(tree)
+    if fields is not None:
+        yield from _fields_of_record(tree, name, fields)
+    elif isinstance(tree, Mapping) or is_list:
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from _fields(value, f"{name}_{key}" if name else str(key), unit=unit)
     else:
         yield name or "values", tree, hint, unit
+
+
+def _fields_of_record(
+    tree: Any, name: str, fields: dict[str, bool]
+) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield what `_fields` does, for a named tuple or dataclass."""
+    hints = {}
+    for base in reversed(type(tree).__mro__):
+        hints |= base.__dict__.get("__annotations__", {})
+    units = getattr(tree, "UNITS", {})
+    axes = getattr(tree, "AXES", ())
+    for field, is_static in fields.items():
+        value = getattr(tree, field)
+        field_name = f"{name}_{field}" if name else field
+        if not is_static:
+            yield from _fields(value, field_name, (hints.get(field), axes), units.get(field, ""))
+        elif not callable(value):
+            yield field_name, value, None, ""
 
 
 def _record(tree: Any) -> dict[str, bool] | None:
@@ -160,17 +187,15 @@ def _record(tree: Any) -> dict[str, bool] | None:
     if hasattr(tree, "_fields"):
         return dict.fromkeys(tree._fields, False)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return {
-            field.name: bool(field.metadata.get("static")) for field in dataclasses.fields(tree)
-        }
+        fields = dataclasses.fields(tree)
+        return {field.name: bool(field.metadata.get("static")) for field in fields}
     return None
 
 
 def _is_leaf(tree: Sequence[Any]) -> bool:
     """Return True if a list is an array, a non-empty list of plain numbers."""
-    return bool(tree) and all(
-        isinstance(item, bool | int | float | complex | np.generic) for item in tree
-    )
+    plain = bool | int | float | complex | np.generic
+    return bool(tree) and all(isinstance(element, plain) for element in tree)
 
 
 def _placed(
@@ -180,44 +205,55 @@ def _placed(
     if isinstance(value, jax.Array) and number_kind(value.dtype) == "key":
         value = jax.random.key_data(value)
     shape = np.shape(value)
-    for depth in (front.depth, 0):
-        own = _own_axes(*hint, len(shape) - depth)
-        if own is not None:
-            break
-    named = tuple(
-        axis or f"{name}_dim_{i}" for i, axis in enumerate(own or [None] * (len(shape) - depth))
-    )
+    depth = front.depth
+    axes = _annotated_axes(*hint, len(shape) - depth)
+    if axes is None:
+        # The array has no leading axes.
+        depth = 0
+        axes = _annotated_axes(*hint, len(shape))
+    if not axes:
+        axes = [None] * (len(shape) - depth)
+    names = tuple(axis or f"{name}_dim_{i}" for i, axis in enumerate(axes))
     if not depth:
-        return value, named
+        return value, names
+
     if front.grid:
-        if shape[0] != int(np.prod(front.grid)):
-            members = int(np.prod(front.grid))
-            wanted = (
-                f"have {members} members on the first axis of every array, as the grid has "
+        num_members = int(np.prod(front.grid))
+        if shape[0] != num_members:
+            requirement = (
+                f"have {num_members} members on the first axis of every array, as the grid has "
                 f"shape {front.grid}"
             )
-            checks.fail("tree", wanted, f"shape {shape} in {name}")
+            checks.fail("tree", requirement, f"shape {shape} in {name}")
         value = np.asarray(value).reshape(*front.grid, *shape[1:])
-    return value, (*front.axes, *named)
+    return value, (*front.axes, *names)
 
 
-def _own_axes(hint: Any, axes: tuple[str, ...], ndim: int) -> Sequence[str | None] | None:
-    """Return the names of `ndim` axes, None for unnamed ones, or None if the annotation has more axes."""
+def _annotated_axes(hint: Any, axes: tuple[str, ...], ndim: int) -> Sequence[str | None] | None:
+    """Return the names of `ndim` axes, None for unnamed ones.
+
+    Return None if the annotation has more axes.
+    """
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if hasattr(kind, "index_variadic")]
     for kind in kinds:
-        names = [
-            None if (found := getattr(dim, "name", None)) == "_" else found for dim in kind.dims
-        ]
-        at, more = kind.index_variadic, ndim - len(names)
-        if at is None and more >= 0:
-            return [None] * more + names
-        if at is not None and more >= -1:
-            several = names[at]
-            middle = [several and f"{several}_{i}" for i in range(more + 1)] if more else [several]
-            # "..." stands for the class's `AXES` if their number fits.
-            middle = list(axes) if several is None and len(axes) == more + 1 else middle
-            return [*names[:at], *middle, *names[at + 1 :]]
-    return None if kinds or ndim < 0 else [None] * ndim
+        names = [getattr(dim, "name", None) for dim in kind.dims]
+        names = [None if name == "_" else name for name in names]
+        position = kind.index_variadic
+        num_more = ndim - len(names)
+        if position is None and num_more >= 0:
+            return [None] * num_more + names
+        if position is not None and num_more >= -1:
+            variadic = names[position]
+            middle = [variadic]
+            if variadic is None and len(axes) == num_more + 1:
+                # "..." stands for the class's `AXES` if their number fits.
+                middle = list(axes)
+            elif num_more:
+                middle = [variadic and f"{variadic}_{i}" for i in range(num_more + 1)]
+            return [*names[:position], *middle, *names[position + 1 :]]
+    if kinds or ndim < 0:
+        return None
+    return [None] * ndim
 
 
 class Result(eqx.Module, Labelled):
@@ -250,31 +286,37 @@ class Result(eqx.Module, Labelled):
 def printed(self: Any) -> str:
     """Return a result as text, as the `__repr__` of modules and named tuples."""
     fields = self._asdict() if hasattr(self, "_asdict") else vars(self)
-    least = getattr(self, "LEAST", {})
-    known = {name: value for name, value in fields.items() if value is not None}
-    shown = ", ".join(
-        f"{name}={_shown(value, least.get(name, -np.inf))}" for name, value in known.items()
-    )
-    return f"{type(self).__name__}({shown})"
+    bounds = getattr(self, "LEAST", {})
+    words = []
+    for name, value in fields.items():
+        if value is not None:
+            words.append(f"{name}={_printed_field(value, bounds.get(name, -np.inf))}")
+    return f"{type(self).__name__}({', '.join(words)})"
 
 
-def _shown(value: Any, least: float) -> str:
+def _printed_field(value: Any, bound: float) -> str:
+    """Return a value as text, with numbers up to `bound` as "< bound"."""
     if not eqx.is_array_like(value) or checks.is_traced(value):
         text = eqx.tree_pformat(value)
         if type(value) in (list, tuple) and len(text) > _LONGEST:
             return f"({eqx.tree_pformat(value[0])}, ..., {eqx.tree_pformat(value[-1])})"
         return text
     array = np.asarray(value)
-    known = array[np.isfinite(array)] if array.dtype.kind in "iuf" else np.zeros(0)
+    numbers = np.zeros(0)
+    if array.dtype.kind in "iuf":
+        numbers = array[np.isfinite(array)]
 
     def word(number: Any, digits: int = 4) -> str:
-        return f"< {least:.4g}" if number <= least else f"{number:.{digits}g}"
+        if number <= bound:
+            return f"< {bound:.4g}"
+        return f"{number:.{digits}g}"
 
     if array.size <= _PRINTED:
-        formatter: Any = (
-            {"float": lambda number: word(number, 6)} if (known <= least).any() else None
-        )
+        formatter: Any = None
+        if (numbers <= bound).any():
+            formatter = {"float": lambda number: word(number, 6)}
         return np.array2string(array, precision=6, formatter=formatter)
-    return eqx.tree_pformat(value) + (
-        f" from {word(known.min())} to {word(known.max())}" if known.size else ""
-    )
+    text = eqx.tree_pformat(value)
+    if numbers.size:
+        text += f" from {word(numbers.min())} to {word(numbers.max())}"
+    return text

@@ -13,7 +13,7 @@ def folds(number: int, num_folds: int, *, contiguous: bool = False) -> list[np.n
     """Return disjoint sets of rows, whose sizes differ by at most one."""
     # Rows may be sorted or periodic, so folds are not taken by position.
     order = np.arange(number) if contiguous else permutation(number)
-    return [np.sort(part) for part in np.array_split(order, num_folds)]
+    return [np.sort(rows) for rows in np.array_split(order, num_folds)]
 
 
 def fold_numbers(number: int, num_folds: int, *, contiguous: bool = False) -> np.ndarray:

@@ -16,7 +16,7 @@ LONGEST = 4
 
 
 def snapped(values: Any, size: Any = None) -> Any:
-    """Return `values`, a constant for derivatives, with numbers made equal that differ by rounding alone.
+    """Return `values` as a constant, with ties where numbers differ by rounding alone.
 
     Runs of neighbours closer than 64 rounding units of `size` (default: the largest) get their
     smallest value, or 0 if it is as close to 0.
@@ -27,11 +27,11 @@ def snapped(values: Any, size: Any = None) -> Any:
         return values
     order, _, tied = _sorted(xp, values, size)
     if xp is np:
-        found = np.empty_like(tied)
-        found[order] = tied
+        unsorted = np.empty_like(tied)
+        unsorted[order] = tied
     else:
-        found = jnp.zeros_like(tied).at[order].set(tied)
-    return found.reshape(values.shape)
+        unsorted = jnp.zeros_like(tied).at[order].set(tied)
+    return unsorted.reshape(values.shape)
 
 
 def ranks(
@@ -39,48 +39,59 @@ def ranks(
 ) -> Float[Array, " number"]:
     """Return ranks from 1, with mean ranks for ties."""
     values = jnp.asarray(values)
-    order, first, _ = _sorted(jnp, values, size)
-    number, kind = values.shape[0], values.dtype
-    places = jnp.arange(number)
-    last = jnp.concatenate([first[1:], jnp.ones(1, bool)])
-    start = lax.cummax(jnp.where(first, places, 0))
-    end = lax.cummin(jnp.where(last, places, number - 1), reverse=True)
-    mean = 1 + 0.5 * (start.astype(kind) + end.astype(kind))
-    return jnp.zeros(number, kind).at[order].set(mean)
+    order, is_first, _ = _sorted(jnp, values, size)
+    number = values.shape[0]
+    dtype = values.dtype
+    positions = jnp.arange(number)
+    is_last = jnp.concatenate([is_first[1:], jnp.ones(1, bool)])
+    start = lax.cummax(jnp.where(is_first, positions, 0))
+    end = lax.cummin(jnp.where(is_last, positions, number - 1), reverse=True)
+    mean = 1 + 0.5 * (start.astype(dtype) + end.astype(dtype))
+    return jnp.zeros(number, dtype).at[order].set(mean)
 
 
 def _sorted(xp: Any, values: Any, size: Any) -> tuple[Any, Any, Any]:
-    """Return the rising order, and in this order True for the first number of each tie, and tied numbers."""
-    values = (values if xp is np else lax.stop_gradient(values)).reshape(-1)
+    """Return the rising order, flags of the first number of each tie, and tied numbers.
+
+    Flags and tied numbers are in the rising order.
+    """
+    if xp is jnp:
+        values = lax.stop_gradient(values)
+    values = values.reshape(-1)
     if size is None:
         size = xp.max(xp.where(xp.isfinite(values), abs(values), 0))
     elif xp is jnp:
         size = lax.stop_gradient(size)
+
     # A rescaling by a power of two is exact here, so it changes no comparison.
-    slack = xp.asarray(size, values.dtype) * xp.asarray(
-        ROUNDINGS * xp.finfo(values.dtype).eps, values.dtype
-    )
+    unit = xp.asarray(ROUNDINGS * xp.finfo(values.dtype).eps, values.dtype)
+    slack = xp.asarray(size, values.dtype) * unit
     slack = xp.broadcast_to(slack, values.shape) if slack.ndim == 0 else slack.reshape(-1)
-    places = xp.arange(values.size)
+
+    positions = xp.arange(values.size)
     if xp is np:
         order = np.argsort(values, kind="stable")
-        values, slack = values[order], slack[order]
-        running = np.maximum.accumulate
+        values = values[order]
+        slack = slack[order]
+        running_maximum = np.maximum.accumulate
     else:  # the sort returns the numbers, because XLA may round recomputed ones differently
-        values, slack, order = lax.sort((values, slack, places), num_keys=1)
-        running = lax.cummax
+        values, slack, order = lax.sort((values, slack, positions), num_keys=1)
+        running_maximum = lax.cummax
+
     with np.errstate(invalid="ignore"):  # infinity - infinity
-        same = (values[1:] - values[:-1] <= xp.maximum(slack[1:], slack[:-1])) | (
-            values[1:] == values[:-1]
-        )
-        start = running(xp.where(xp.concatenate([xp.zeros(1, bool), same]), 0, places))
+        is_near = values[1:] - values[:-1] <= xp.maximum(slack[1:], slack[:-1])
+        is_tied = is_near | (values[1:] == values[:-1])
+        is_continued = xp.concatenate([xp.zeros(1, bool), is_tied])
+        start = running_maximum(xp.where(is_continued, 0, positions))
+
         # Dense numbers form long runs, which are cut from their start: a fixed grid would separate
         # equal numbers.
         width = xp.where(slack[start] > 0, LONGEST * slack[start], 1)
-        cell = xp.where(values == values[start], 0, xp.floor((values - values[start]) / width))
-    first = xp.concatenate(
-        [xp.ones(1, bool), ~(same & (cell[1:] == cell[:-1]))]
-    )  # each NaN is a tie of its own
-    begin = running(xp.where(first, places, 0))
-    tied = values[begin]
-    return order, first, xp.where(abs(tied) <= slack[begin], 0, tied)
+        offset = values - values[start]
+        cell = xp.where(values == values[start], 0, xp.floor(offset / width))
+
+    is_first = ~(is_tied & (cell[1:] == cell[:-1]))
+    is_first = xp.concatenate([xp.ones(1, bool), is_first])  # each NaN is a tie of its own
+    tie_start = running_maximum(xp.where(is_first, positions, 0))
+    tied = values[tie_start]
+    return order, is_first, xp.where(abs(tied) <= slack[tie_start], 0, tied)

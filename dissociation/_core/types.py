@@ -16,7 +16,7 @@ else:
 
 
 class Labels(NamedTuple):
-    """Mark of an argument of class labels, which may be integers [n] or one-hot rows [n, classes]."""
+    """Mark of an argument of class labels, integers [n] or one-hot rows [n, classes]."""
 
     one_hot: bool
     """If True, the function takes one-hot rows, else integers."""

@@ -70,63 +70,72 @@ def validated(
         )
     parameters = inspect.signature(function).parameters.values()
     positions = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-    takes_names = set(positions) >= READ_BY
-    in_time = function.__module__.startswith("koopman")
     takes_more = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    names_read = READ_BY if set(positions) >= READ_BY else set()
+    reading = Reading(
+        takes_names=bool(names_read), in_time=function.__module__.startswith("koopman")
+    )
     run = _with_copies(function) if hasattr(function, "lower") else function
 
     @functools.cache  # at the first call: an import stays quick
     def rules() -> list[tuple[str, _Rule]]:
         hints = getattr(function, "__annotations__", {})
-        found = [
+        pairs = [
             (name, _rule(hints.get(name, Any), may_be_empty=name in empty)) for name in positions
         ]
         # Labels last, because other arguments may hold the number of classes.
-        return sorted(found, key=lambda item: item[1].labels is not None)
+        return sorted(pairs, key=lambda pair: pair[1].labels is not None)
 
     @functools.wraps(function)
     def gate(*args: Any, **kwargs: Any) -> Any:
         if len(args) > len(positions) or not (takes_more or kwargs.keys() <= set(positions)):
             return function(*args, **kwargs)  # Python's own error
-        given = dict(zip(positions, args, strict=False)) | kwargs
+        arguments = dict(zip(positions, args, strict=False)) | kwargs
+        names = {name: arguments[name] for name in names_read & arguments.keys()}
         # An axis of one name has one length in all arguments. Shapes are always checked, values
         # only if they are known.
-        names: dict[str, Any] = (
-            {name: given[name] for name in READ_BY & given.keys()} if takes_names else {}
-        )
-        bound = _Bound([], {}, Reading(**names, takes_names=takes_names, in_time=in_time))
-        check_same_rows(given)
-        given = take_groups(given)
-        for name in filter(given.__contains__, pixels):
-            check_pixels(name, given[name])
+        bound = _Bound([], {}, reading._replace(**names))
+
+        check_same_rows(arguments)
+        arguments = take_groups(arguments)
+        for name in filter(arguments.__contains__, pixels):
+            check_pixels(name, arguments[name])
         for name, rule in rules():
-            if name in given:
-                given[name] = rule.admit(name, given[name], bound)
-                rule.check(name, given[name])
+            if name in arguments:
+                arguments[name] = rule.admit(name, arguments[name], bound)
+                rule.check(name, arguments[name])
         bound.check()
         for name in finite:
-            if given.get(name) is not None:
-                check_finite(name, given[name])
-        return run(
-            *map(given.get, positions[: len(args)]), **{name: given[name] for name in kwargs}
-        )
+            if arguments.get(name) is not None:
+                check_finite(name, arguments[name])
+        args = tuple(map(arguments.get, positions[: len(args)]))
+        return run(*args, **{name: arguments[name] for name in kwargs})
 
-    gate.__validated__ = {"finite": finite, "empty": empty, "pixels": pixels}  # type: ignore[attr-defined]  # for tests
+    # Tests read these settings.
+    gate.__validated__ = {  # type: ignore[attr-defined]
+        "finite": finite,
+        "empty": empty,
+        "pixels": pixels,
+    }
     return gate
 
 
 def _with_copies(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled function that gets copies of NumPy arrays, which their owner may change before it runs."""
+    """Return a compiled function that is called with copies of NumPy arrays.
+
+    Their owner may change the arrays before the function runs.
+    """
 
     def copied(value: Any) -> Any:
         if isinstance(value, list):
-            return [copied(item) for item in value]
-        return to_device(value) if isinstance(value, np.ndarray) else value
+            return [copied(element) for element in value]
+        if isinstance(value, np.ndarray):
+            return to_device(value)
+        return value
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return function(
-            *map(copied, args), **{name: copied(value) for name, value in kwargs.items()}
-        )
+        kwargs = {name: copied(value) for name, value in kwargs.items()}
+        return function(*map(copied, args), **kwargs)
 
     return run
 
@@ -136,54 +145,54 @@ class _Form(NamedTuple):
 
     kinds: frozenset[str]  # some of `conversion.KINDS`
     dims: str  # names of axes, as jaxtyping reads them
-    place: Any  # JAX or NumPy alone, None for both, Python's class of a number, or tuple
+    container: Any  # JAX or NumPy alone, None for both, Python's class of a number, or tuple
 
     @property
     def words(self) -> str:
         """Return the description of such numbers for a message."""
-        if self.place is tuple:
+        if self.container is tuple:
             return f"a sequence of {kind_words(self.kinds)}"
         if self.dims:
-            return f"an array of {kind_words(self.kinds)} {_shown(self.dims)}"
-        return (
-            "a number"
-            if {"float", "complex"} & self.kinds
-            else "an integer"
-            if "int" in self.kinds
-            else "a boolean"
-        )
+            return f"an array of {kind_words(self.kinds)} {_bracketed(self.dims)}"
+        if {"float", "complex"} & self.kinds:
+            return "a number"
+        if "int" in self.kinds:
+            return "an integer"
+        return "a boolean"
 
 
-def _shown(dims: str) -> str:
+def _bracketed(dims: str) -> str:
     """Return names of axes in brackets, for a message."""
-    return f"[{', '.join('...' if axis.startswith('*') else axis for axis in dims.split())}]"
+    names = ["..." if axis.startswith("*") else axis for axis in dims.split()]
+    return f"[{', '.join(names)}]"
 
 
 class _Bound(NamedTuple):
     """Admitted arguments of one call."""
 
-    arrays: list[
-        tuple[str, str, tuple[str, tuple[int, ...]]]
-    ]  # names, descriptions, axes and shapes
+    # Names, descriptions, axes and shapes.
+    arrays: list[tuple[str, str, tuple[str, tuple[int, ...]]]]
     columns: dict[str, Any]  # labels of frames' columns
     reading: Reading
 
     def check(self) -> None:
         """Raise unless axes of one name have one length."""
-        wrong = _misfit(*(shape for _, _, shape in self.arrays))
-        if wrong is not None:
-            name, words, (dims, shape) = self.arrays[wrong]
-            others = [
-                f", and {other} for `{earlier}` {_shown(axes)}"
-                for earlier, _, (axes, other) in self.arrays[:wrong]
-                if set(axes.split()) & set(dims.split())
-            ]
-            fail(name, f"be {words}", f"shape {shape}{''.join(others)}")
+        position = _misfit(*(shape for _, _, shape in self.arrays))
+        if position is None:
+            return
+        name, words, (dims, shape) = self.arrays[position]
+        shapes = f"shape {shape}"
+        for earlier, _, (earlier_dims, earlier_shape) in self.arrays[:position]:
+            if set(earlier_dims.split()) & set(dims.split()):
+                shapes += f", and {earlier_shape} for `{earlier}` {_bracketed(earlier_dims)}"
+        fail(name, f"be {words}", shapes)
 
     def num_classes(self) -> int | None:
         """Return the length of the axis "classes", if an argument has one."""
         sizes = [shape[-1] for _, _, (dims, shape) in self.arrays if dims.endswith("classes")]
-        return sizes[0] if sizes else None
+        if sizes:
+            return sizes[0]
+        return None
 
 
 @functools.lru_cache(4096)
@@ -217,91 +226,90 @@ class _Rule(NamedTuple):
         if type(value) in self.exact or isinstance(value, self.plain):
             return value
         if self.in_time:
-            value = as_trajectories(
-                name, value, bound.reading._replace(by_index=True), one=not self.items
-            )
+            reading = bound.reading._replace(by_index=True)
+            value = as_trajectories(name, value, reading, is_single=not self.items)
         if self.items and not self.forms and isinstance(value, list | tuple) and not value:
             fail(name, f"be {self.words}", "an empty list")
         if self.items and holds_arrays(value):
-            return [
-                self._admit_array(
-                    f"{name}[{i}]", item, self.items, _Bound([], {}, bound.reading), 0
-                )
-                for i, item in enumerate(value)
-            ]
+            arrays = []
+            for i, array in enumerate(value):
+                unbound = _Bound([], {}, bound.reading)
+                arrays.append(self._admit_array(f"{name}[{i}]", array, self.items, unbound, 0))
+            return arrays
         if self.keys:
             return as_key(name, value, self.keys)
         if self.labels is not None:
             return self._admit_labels(name, value, self.labels, bound)
         if not self.forms:
             fail_kind(name, f"be {self.words}", describe(value))
-        return self._admit_array(name, value, self.forms, bound, 2 if self.items else None)
+        max_ndim = 2 if self.items else None
+        return self._admit_array(name, value, self.forms, bound, max_ndim)
 
     def check(self, name: str, value: Any) -> None:
         """Raise unless the converted argument passes the checks of its annotation."""
-        for mark in self.checks if value is not None else ():
-            mark.check(name, value)
+        if value is not None:
+            for mark in self.checks:
+                mark.check(name, value)
 
-    def _admit_labels(self, name: str, value: Any, kind: Labels, bound: _Bound) -> Any:
+    def _admit_labels(self, name: str, value: Any, mark: Labels, bound: _Bound) -> Any:
         dims = self.forms[0].dims
-        if kind.one_hot:
+        if mark.one_hot:
             width = dims.split()[-1]  # a name, or the number of classes
             num_classes = int(width) if width.isdigit() else bound.num_classes()
-            labels = as_one_hot(name, value, num_classes, soft=kind.soft)
+            labels = as_one_hot(name, value, num_classes, soft=mark.soft)
         else:
             labels = as_classes(name, value, may_be_empty=self.may_be_empty)
-        bound.arrays.append(
-            (name, f"integers [n] or one-hot rows {_shown(dims)}", (dims, labels.shape))
-        )
+        words = f"integers [n] or one-hot rows {_bracketed(dims)}"
+        bound.arrays.append((name, words, (dims, labels.shape)))
         return labels
 
     def _admit_array(
-        self, name: str, value: Any, forms: tuple[_Form, ...], bound: _Bound, deepest: int | None
+        self, name: str, value: Any, forms: tuple[_Form, ...], bound: _Bound, max_ndim: int | None
     ) -> Any:
-        """Return numbers in the first form that fits. Nested lists may have `deepest` axes, or any number."""
+        """Return numbers in the first form that fits. Nested lists have up to `max_ndim` axes."""
         if is_table(value):
-            check_columns(
-                name, value, bound.columns, forms[0].dims.rpartition(" ")[2], reading=bound.reading
-            )
+            axis = forms[0].dims.rpartition(" ")[2]
+            check_columns(name, value, bound.columns, axis, reading=bound.reading)
         array = as_array(name, value, self.words, bare=True, may_be_empty=self.may_be_empty)
-        if deepest is not None:
-            refuse_nested(name, value, array, deepest)
-        form, kind = self._form_of(name, array, forms), number_kind(array.dtype)
-        if kind == "bool" and not form.dims and kind not in form.kinds:
+        if max_ndim is not None:
+            refuse_nested(name, value, array, max_ndim)
+        form = self._form_of(name, array, forms)
+        kind = number_kind(array.dtype)
+        is_listed = kind in form.kinds
+        is_on_host = form.container not in _DEVICE
+        if kind == "bool" and not form.dims and not is_listed:
             fail_kind(name, f"be {self.words}", array)
-        if kind == "int" and kind not in form.kinds and form.place not in _DEVICE:
+        if kind == "int" and not is_listed and is_on_host:
             array = np.asarray(array, np.float64)  # the host keeps all digits
-        elif (
-            "float" in form.kinds
-            and form.place in _DEVICE
-            and (kind != "int" or kind not in form.kinds)
-        ):
+        elif "float" in form.kinds and not is_on_host and not (kind == "int" and is_listed):
             warn_narrowed(name, array)
-        if form.place is tuple and not array.size:
+        if form.container is tuple and not array.size:
             return ()
         array = as_numbers(name, array, form.kinds)
         bound.arrays.append((name, self.words, (form.dims, array.shape)))
-        if form.place is np.ndarray:
+
+        if form.container is np.ndarray:
             return np.asarray(array)
-        if form.place not in _DEVICE:
-            return tuple(array.tolist()) if form.place is tuple else array.item()
+        if form.container is tuple:
+            return tuple(array.tolist())
+        if is_on_host:
+            return array.item()
         check_fits(name, array)
-        return to_device(array) if form.place is jax.Array else array
+        return to_device(array) if form.container is jax.Array else array
 
     def _form_of(self, name: str, array: Any, forms: tuple[_Form, ...]) -> _Form:
         fitting = [form for form in forms if _misfit((form.dims, array.shape)) is None]
         for form in fitting:
-            if form.place in _DEVICE or not is_traced(array):
+            if form.container in _DEVICE or not is_traced(array):
                 return form
         if fitting:
-            fail_kind(
-                name, f"be {self.words} that is known when the program is traced", "a traced value"
-            )
+            requirement = f"be {self.words} that is known when the program is traced"
+            fail_kind(name, requirement, "a traced value")
         return fail(name, f"be {self.words}", f"shape {array.shape}")
 
 
 _DEVICE = (jax.Array, None)
-"""Places of arrays that may be traced."""
+"""Containers of arrays that may be traced."""
 
 
 _WORDS: dict[Any, str] = {
@@ -312,30 +320,35 @@ _WORDS: dict[Any, str] = {
 
 def _rule(hint: Any, *, may_be_empty: bool = False) -> _Rule:
     """Return the rule of an annotation."""
-    slots: dict[str, list[Any]] = collections.defaultdict(list)
+    slots = collections.defaultdict(list)
     for member in _members(hint):
-        slot, entry = _slot(member)
-        slots[slot].append(entry)
-    forms, python, plain = slots["arrays"], set(slots["python"]), slots["plain"]
-    if len({form.place for form in forms}) > 1:
-        forms = list(dict.fromkeys(form._replace(place=None) for form in forms))
+        slot, alternative = _slot(member)
+        slots[slot].append(alternative)
+    forms = slots["arrays"]
+    if len({form.container for form in forms}) > 1:
+        forms = list(dict.fromkeys(form._replace(container=None) for form in forms))
     forms += slots["sequences"]
+
+    python = set(slots["python"])
     widest = next((kind for kind in (complex, float, int, bool) if kind in python), None)
     if widest is not None:
+        number = _Form(frozenset({widest.__name__}), "", widest)
         # Known arrays become Python's integers, but keep the precision of floats.
-        forms.insert(
-            0 if widest in (int, bool) else len(forms),
-            _Form(frozenset({widest.__name__}), "", widest),
-        )
+        position = 0 if widest in (int, bool) else len(forms)
+        forms.insert(position, number)
+    if {float, complex} & python:
+        python.add(int)
+
     words = [form.words for form in forms] + ["a list of arrays"] * len(slots["items"])
-    words += [_WORDS.get(kind, f"of type {getattr(kind, '__name__', kind)}") for kind in plain]
+    for kind in slots["plain"]:
+        words.append(_WORDS.get(kind, f"of type {getattr(kind, '__name__', kind)}"))
     return _Rule(
-        plain=tuple(plain),
-        exact=frozenset(python | {int} if {float, complex} & python else python),
+        plain=tuple(slots["plain"]),
+        exact=frozenset(python),
         forms=tuple(forms),
         items=tuple(slots["items"]),
         keys=tuple(slots["keys"]),
-        labels=slots["labels"][0] if slots["labels"] else None,
+        labels=next(iter(slots["labels"]), None),
         in_time=bool(slots["in_time"]),
         checks=tuple(slots["checks"]),
         may_be_empty=may_be_empty,
@@ -364,30 +377,32 @@ _NAMES = {"bool": "bool", "int": "int32", "float": "float32", "complex": "comple
 
 
 def _slot(member: Any) -> tuple[str, Any]:
-    """Return the part of a rule for a member of a union."""
-    kind = typing.get_origin(member) or member
+    """Return the slot of a rule, and its content, for a member of a union."""
     if type(member) in _MARKS:
         return _MARKS[type(member)], member
     if hasattr(member, "dim_str"):
         if member.dtype is Key:
             return "keys", len(member.dim_str.split())
-        kinds = frozenset(
-            kind for kind, example in _NAMES.items() if example in member.dtype.dtypes
-        )
+        dtypes = member.dtype.dtypes
+        kinds = frozenset(kind for kind, example in _NAMES.items() if example in dtypes)
         return "arrays", _Form(kinds, member.dim_str, member.array_type)
     if member in (bool, int, float, complex):
         return "python", member
+
+    kind = typing.get_origin(member) or member
     if kind in (collections.abc.Sequence, tuple, list):
-        entry = next(_members((typing.get_args(member) or (Any,))[0]))
-        if entry in (int, float):
-            return "sequences", _Form(frozenset({entry.__name__}), "_", tuple)
-        slot, item = _slot(entry)
-        if slot == "arrays" and kind is collections.abc.Sequence:
-            return "items", item._replace(place=None)  # functions convert them
-        return (
-            "plain",
-            list | tuple if kind is collections.abc.Sequence else kind,
-        )  # text is a sequence, too
+        arguments = typing.get_args(member) or (Any,)
+        element = next(_members(arguments[0]))
+        if element in (int, float):
+            return "sequences", _Form(frozenset({element.__name__}), "_", tuple)
+        if kind is not collections.abc.Sequence:
+            return "plain", kind
+        slot, form = _slot(element)
+        if slot == "arrays":
+            return "items", form._replace(container=None)  # functions convert them
+        return "plain", list | tuple  # text is a sequence, too
     # Bare arrays, type variables and forward references accept any value.
-    free = not isinstance(kind, type) or kind in (Any, jax.Array, np.ndarray)
-    return "plain", object if free else kind
+    is_free = not isinstance(kind, type) or kind in (Any, jax.Array, np.ndarray)
+    if is_free:
+        return "plain", object
+    return "plain", kind

@@ -1,13 +1,13 @@
-"""Read the weights of bilinear networks: quadratic forms, eigenvectors, their similarity, and certified radii."""
+"""Read bilinear weights: forms, eigenvectors, their similarity, and certified radii."""
 
 from typing import TYPE_CHECKING
 
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "decompose", "Spectrum", "interaction_tensor", "truncate", "truncated_outputs", "adversarial_mask",
-    "rank_similarity", "matched_similarity", "form_similarity", "pair_mean", "margins", "certified_radius",
-    "certified_accuracy",
+    "decompose", "Spectrum", "interaction_tensor", "truncate", "truncated_outputs",
+    "adversarial_mask", "rank_similarity", "matched_similarity", "form_similarity", "pair_mean",
+    "margins", "certified_radius", "certified_accuracy",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

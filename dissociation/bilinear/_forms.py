@@ -19,7 +19,7 @@ SPACES = ("input", "hidden")
 
 
 class Spectrum(eqx.Module):
-    """Eigenvalues and eigenvectors of the quadratic forms of some outputs; a function of one example.
+    """Eigenvalues and eigenvectors of quadratic forms, one per output; a function of one example.
 
     Attributes:
         values: Eigenvalues in the chosen order, [outputs, components].
@@ -36,7 +36,8 @@ class Spectrum(eqx.Module):
 
     def __call__(self, x: Float[Array | np.ndarray, " d"]) -> Float[Array, " outputs"]:
         """Return sum_i lambda_i (v_i . x)^2 of every output."""
-        return jnp.sum(contributions(self, jnp.asarray(x)[None])[0], 1)
+        examples = jnp.asarray(x)[None]
+        return jnp.sum(contributions(self, examples)[0], 1)
 
 
 @validated(finite=("directions",))
@@ -83,10 +84,10 @@ def decompose(
     space: str = "input",
     by: str = "magnitude",
 ) -> Spectrum:
-    """Return eigenvalues and eigenvectors of a layer's quadratic forms, computed in the smaller of its two spaces.
+    """Return eigenvalues and eigenvectors of a layer's quadratic forms.
 
-    On a CPU, stacked networks are fastest under one `jax.jit` of a `vmap`, with OpenBLAS on one
-    thread (`use_all_cores`).
+    They are computed in the smaller of the layer's two spaces. On a CPU, stacked networks are
+    fastest under one `jax.jit` of a `vmap`, with OpenBLAS on one thread (`use_all_cores`).
 
     Args:
         model: One network; map stacked ones by `equinox.filter_vmap`, or by `bmap` if memory is
@@ -111,66 +112,79 @@ def decompose(
     compact, lift = compact_forms(model, directions, layer, space)
     values, vectors = jnp.linalg.eigh(compact)
     spectrum = Spectrum(values, vectors.swapaxes(1, 2), _has_constant(model, layer), space)
+    importances = {"magnitude": jnp.abs(values), "positive": values, "negative": -values}
     # Reordered in the smaller space, as lifted vectors are large.
-    spectrum = reorder(
-        spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by]
-    )
-    return Spectrum(spectrum.values, product(spectrum.vectors, lift.T), spectrum.constant, space)
+    spectrum = reorder(spectrum, importances[by])
+    vectors = product(spectrum.vectors, lift.T)
+    return Spectrum(spectrum.values, vectors, spectrum.constant, space)
 
 
 def compact_forms(
     model: BilinearNetwork, directions: Array | np.ndarray | None, layer: int, space: str
 ) -> tuple[Array, Array]:
-    """Return forms in the smaller space, [outputs, r, r], and the orthonormal columns that lead out, [d, r]."""
+    """Return forms in the smaller space, and orthonormal columns that lift them to the full space.
+
+    The forms have shape [outputs, r, r], the columns [d, r].
+    """
     check_choice("space", space, SPACES)
     model = widened(model)
-    count = len(model.layers)
-    if not -count <= layer < count:
-        fail("layer", f"be one of the model's {count}", layer)
-    index = layer % count
-    chosen = model.layers[index]
-    if chosen.gate != "none":
-        fail(
-            "model",
-            "have layers without a gate",
-            f"{chosen.gate!r}",
-            "A gated layer is not a quadratic form",
-        )
-    if space == "input" and index:
-        fail("space", "be 'hidden' for every layer but the first", f"'input' for layer {index}")
+    index = _checked_index(model, layer, space)
+    bilinear = model.layers[index]
     if directions is None:
-        if index != count - 1:
+        if index != len(model.layers) - 1:
             fail("directions", "be given for a layer that the head does not read", "None")
         directions = model.head
-    outputs = jnp.asarray(directions)
-    if outputs.shape[1] != chosen.left.shape[0]:
-        fail("directions", f"have the layer's width ({chosen.left.shape[0]})", outputs.shape[1])
-    left, right = chosen.left, chosen.right
-    residual = outputs if model.residual else None
+    u = jnp.asarray(directions)
+    w = bilinear.left
+    v = bilinear.right
+    if u.shape[1] != w.shape[0]:
+        fail("directions", f"have the layer's width ({w.shape[0]})", u.shape[1])
+
+    residual = u
     if space == "input":
         # With E^T = P R and P orthonormal, the non-zero spectrum of E^T B E is that of R B R^T,
         # never larger than the layer.
         lift, root = jnp.linalg.qr(model.embed.T)
-        left, right = product(left, root.T), product(right, root.T)
-        residual = None if residual is None else product(residual, root.T)
+        w = product(w, root.T)
+        v = product(v, root.T)
+        if model.residual:
+            residual = product(u, root.T)
     else:
-        lift = jnp.eye(left.shape[1], dtype=left.dtype)
+        lift = jnp.eye(w.shape[1], dtype=w.dtype)
+
     if _has_constant(model, layer):
-        sides = zip((left, right), biases_of(chosen), strict=True)
-        left, right = (jnp.concatenate([weights, biases[:, None]], 1) for weights, biases in sides)
+        b, c = biases_of(bilinear)
+        w = jnp.concatenate([w, b[:, None]], 1)
+        v = jnp.concatenate([v, c[:, None]], 1)
         lift = jnp.pad(lift, ((0, 1), (0, 1))).at[-1, -1].set(1.0)
-    forms = product(left.T[None], outputs[:, :, None] * right[None])
-    if residual is not None:
+    forms = product(w.T[None], u[:, :, None] * v[None])
+    if model.residual:
         # A linear term is a product with the constant coordinate.
         forms = forms.at[:, -1, :-1].add(residual)
     return 0.5 * (forms + forms.swapaxes(1, 2)), lift
 
 
+def _checked_index(model: BilinearNetwork, layer: int, space: str) -> int:
+    """Return the index of `layer` from 0; raise unless the layer has quadratic forms on `space`."""
+    num_layers = len(model.layers)
+    if not -num_layers <= layer < num_layers:
+        fail("layer", f"be one of the model's {num_layers}", layer)
+    index = layer % num_layers
+    gate = model.layers[index].gate
+    if gate != "none":
+        advice = "A gated layer is not a quadratic form"
+        fail("model", "have layers without a gate", f"{gate!r}", advice)
+    if space == "input" and index:
+        fail("space", "be 'hidden' for every layer but the first", f"'input' for layer {index}")
+    return index
+
+
 def biases_of(layer: BilinearLayer) -> tuple[Array, Array]:
-    """Return the biases of a layer's two sides, zeros if there are none."""
-    zero = jnp.zeros(layer.left.shape[0], layer.left.dtype)
-    left, right = (zero if bias is None else bias for bias in (layer.left_bias, layer.right_bias))
-    return left, right
+    """Return both biases of a layer, zeros if there are none."""
+    zeros = jnp.zeros(layer.left.shape[0], layer.left.dtype)
+    b = zeros if layer.left_bias is None else layer.left_bias
+    c = zeros if layer.right_bias is None else layer.right_bias
+    return b, c
 
 
 def widened(model: BilinearNetwork) -> BilinearNetwork:
@@ -178,7 +192,11 @@ def widened(model: BilinearNetwork) -> BilinearNetwork:
     if model.embed.ndim != 2:
         advice = "Map over members by `equinox.filter_vmap`"
         fail("model", "be one network", f"an embedding of shape {model.embed.shape}", advice)
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), model)
+
+    def widen(leaf: Array) -> Array:
+        return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+    return jax.tree.map(widen, model)
 
 
 def _has_constant(model: BilinearNetwork, layer: int) -> bool:
@@ -206,31 +224,26 @@ def truncate(spectrum: Spectrum, num_components: int) -> Spectrum:
     """
     check_single("spectrum", spectrum)
     count = check_count("num_components", num_components, maximum=spectrum.values.shape[1])
-    return Spectrum(
-        spectrum.values[:, :count], spectrum.vectors[:, :count], spectrum.constant, spectrum.space
-    )
+    values = spectrum.values[:, :count]
+    vectors = spectrum.vectors[:, :count]
+    return Spectrum(values, vectors, spectrum.constant, spectrum.space)
 
 
 def check_single(name: str, spectrum: Spectrum) -> None:
     """Raise `ValueError` if a spectrum is stacked."""
     # The first axis of a stack would silently be taken for outputs.
     if spectrum.values.ndim != 2 or spectrum.vectors.ndim != 3:
-        wanted = "be one spectrum, of values [outputs, components]"
-        fail(
-            name,
-            wanted,
-            f"shape {spectrum.values.shape}",
-            "Map over stacked ones by `equinox.filter_vmap`",
-        )
+        requirement = "be one spectrum, of values [outputs, components]"
+        advice = "Map over stacked ones by `equinox.filter_vmap`"
+        fail(name, requirement, f"shape {spectrum.values.shape}", advice)
 
 
 def check_on_inputs(name: str, spectrum: Spectrum) -> None:
     """Raise `ValueError` if the spectrum's space is not "input"."""
     check_single(name, spectrum)
     if spectrum.space != "input":
-        advice = (
-            'Pass `space="input"` to `decompose`, or to `Spectrum` if its vectors are among inputs'
-        )
+        advice = 'Pass `space="input"` to `decompose`, or to `Spectrum` if its vectors are among '
+        advice += "inputs"
         fail(name, 'be a spectrum with `space="input"`', f"space {spectrum.space!r}", advice)
 
 
@@ -238,15 +251,21 @@ def check_on_inputs(name: str, spectrum: Spectrum) -> None:
 def activations(
     spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]
 ) -> Float[Array, "n outputs components"]:
-    """Return v_i . x of every component; x gets a last coordinate 1 if the network has a constant input."""
+    """Return v_i . x of every component.
+
+    x gets a last coordinate 1 if the network has a constant input.
+    """
     check_single("spectrum", spectrum)
     width = spectrum.vectors.shape[2] - spectrum.constant
     if x.shape[1] != width:
         fail("x", f"have shape [n, {width}]", x.shape)
     outputs, components, _ = spectrum.vectors.shape
-    flat = spectrum.vectors[:, :, :width].reshape(-1, width)
-    values = product(jnp.asarray(x), flat.T).reshape(-1, outputs, components)
-    return values + spectrum.vectors[None, :, :, width] if spectrum.constant else values
+    vectors = spectrum.vectors[:, :, :width].reshape(-1, width)
+    products = product(jnp.asarray(x), vectors.T)
+    products = products.reshape(-1, outputs, components)
+    if not spectrum.constant:
+        return products
+    return products + spectrum.vectors[None, :, :, width]
 
 
 def contributions(
@@ -260,7 +279,8 @@ def mean_contribution(
     spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]
 ) -> Float[Array, "outputs components"]:
     """Return the mean of |lambda_i| (v_i . x)^2 over examples, an `importance` for `reorder`."""
-    return jnp.mean(jnp.abs(contributions(spectrum, x)), 0)
+    sizes = jnp.abs(contributions(spectrum, x))
+    return jnp.mean(sizes, 0)
 
 
 @validated
@@ -273,9 +293,9 @@ def truncated_outputs(
         spectrum: Components in the order to keep them.
         x: Examples.
     """
-    return jnp.pad(jnp.cumsum(contributions(spectrum, x), 2), ((0, 0), (0, 0), (1, 0))).swapaxes(
-        1, 2
-    )
+    sums = jnp.cumsum(contributions(spectrum, x), 2)
+    sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0)))
+    return sums.swapaxes(1, 2)
 
 
 @validated
@@ -287,9 +307,10 @@ def adversarial_mask(
     against: int = 10,
     norm: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, " d"]:
-    """Return an image, computed from weights alone, that excites one component and no other leading one of any output.
+    """Return an image that excites one component and no other leading one of any output.
 
-    It is the component's row of the pseudo-inverse of the leading eigenvectors, at a given norm.
+    The image is computed from weights alone: the component's row of the pseudo-inverse of the
+    leading eigenvectors, at a given norm.
 
     Args:
         spectrum: Spectrum of a network without biases.
@@ -308,15 +329,11 @@ def adversarial_mask(
     check_on_inputs("spectrum", spectrum)
     outputs, components, width = spectrum.vectors.shape
     if spectrum.constant:
-        fail(
-            "spectrum",
-            "be of a network without biases or residual connection",
-            "one with a constant coordinate",
-        )
+        requirement = "be of a network without biases or residual connection"
+        fail("spectrum", requirement, "one with a constant coordinate")
     check_count("against", against, minimum=1, maximum=components)
     check_count("output", output, maximum=outputs - 1)
     check_count("component", component, maximum=against - 1)
-    mask = jnp.linalg.pinv(spectrum.vectors[:, :against].reshape(-1, width))[
-        :, output * against + component
-    ]
+    leading = spectrum.vectors[:, :against].reshape(-1, width)
+    mask = jnp.linalg.pinv(leading)[:, output * against + component]
     return mask * (norm / jnp.linalg.norm(mask))

@@ -26,8 +26,10 @@ def overlaps(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components_a com
         fail("b", f"be in the space of `a`, {a.space!r}", repr(b.space))
     if a.constant != b.constant:
         fail("b", f"have `constant={a.constant}`, as `a` has", b.constant)
-    if a.vectors.shape[::2] != b.vectors.shape[::2]:
-        fail("b", f"have outputs and width of `a`, {a.vectors.shape[::2]}", b.vectors.shape[::2])
+    size_a = a.vectors.shape[::2]
+    size_b = b.vectors.shape[::2]
+    if size_a != size_b:
+        fail("b", f"have outputs and width of `a`, {size_a}", size_b)
     return jnp.abs(product(a.vectors, b.vectors.swapaxes(1, 2)))
 
 
@@ -65,32 +67,45 @@ def matched_similarity(
         Kuhn (1955), The Hungarian method for the assignment problem.
     """
     count = check_count("num_components", num_components, minimum=1)
-    return _matched(overlaps(truncate(a, count), truncate(b, count)))
+    leading_a = truncate(a, count)
+    leading_b = truncate(b, count)
+    return _matched(overlaps(leading_a, leading_b))
 
 
 @jax.jit
 def _matched(similarity: Array) -> Array:
+    """Return the similarity of matched components, [outputs, components]."""
+
     def match(table: Array) -> Array:
         rows, columns = optax.assignment.hungarian_algorithm(-table)
-        return jnp.zeros(table.shape[0], table.dtype).at[rows].set(table[rows, columns])
+        zeros = jnp.zeros(table.shape[0], table.dtype)
+        return zeros.at[rows].set(table[rows, columns])
 
     return jax.vmap(match)(similarity)
 
 
 @validated
 def form_similarity(a: Spectrum, b: Spectrum) -> Float[Array, " outputs"]:
-    """Return the signed cosine of whole forms, with <Q_a, Q_b> = sum_ij lambda_i mu_j (v_i . w_j)^2.
+    """Return the signed cosine of whole forms.
+
+    Their inner product is <Q_a, Q_b> = sum_ij lambda_i mu_j (v_i . w_j)^2.
 
     Args:
         a: One spectrum.
         b: Another.
     """
-    inner = jnp.einsum("oi,oij,oj->o", a.values, overlaps(a, b) ** 2, b.values, precision="highest")
-    return inner / (jnp.linalg.norm(a.values, axis=1) * jnp.linalg.norm(b.values, axis=1))
+    squares = overlaps(a, b) ** 2
+    inner = jnp.einsum("oi,oij,oj->o", a.values, squares, b.values, precision="highest")
+    norm_a = jnp.linalg.norm(a.values, axis=1)
+    norm_b = jnp.linalg.norm(b.values, axis=1)
+    return inner / (norm_a * norm_b)
 
 
 def member_pairs(num_members: int, other: int | None = None) -> np.ndarray:
-    """Return first and second indices of all pairs, [2, pairs]: within one ensemble, or with `other` between two."""
+    """Return first and second indices of all pairs of members, [2, pairs].
+
+    Pairs are within one ensemble of `num_members`, or between it and a second one of `other`.
+    """
     if other is None:
         return np.stack(np.triu_indices(num_members, 1))
     return np.indices((num_members, other)).reshape(2, -1)
@@ -108,9 +123,11 @@ class Interval(NamedTuple):
 
 def student_interval(samples: Array | np.ndarray) -> Interval:
     """Return Student's 90 % interval for the mean of independent samples [n, ...]; NaN for one."""
-    count, mean = samples.shape[0], jnp.mean(samples, 0)
-    half = float(stats.t.ppf(0.95, count - 1)) * jnp.std(samples, axis=0, ddof=1) / count**0.5
-    return Interval(mean, mean - half, mean + half)
+    count = samples.shape[0]
+    mean = jnp.mean(samples, 0)
+    quantile = float(stats.t.ppf(0.95, count - 1))
+    margin = quantile * jnp.std(samples, axis=0, ddof=1) / count**0.5
+    return Interval(mean, mean - margin, mean + margin)
 
 
 def bootstrap_interval(
@@ -121,24 +138,34 @@ def bootstrap_interval(
     level: float = 0.9,
     num_resamples: int = 1000,
 ) -> Interval:
-    """Return `statistic` of unit member weights with its percentile interval over members resampled in each group."""
+    """Return `statistic` of unit member weights with its percentile interval.
+
+    The interval is over members that are resampled in each group.
+    """
 
     def resample(key: Array, count: int) -> Array:
         drawn = jax.random.randint(key, (num_resamples, count), 0, count)
-        return jax.vmap(lambda row: jnp.bincount(row, length=count))(drawn).astype(float)
+        counts = jax.vmap(lambda row: jnp.bincount(row, length=count))(drawn)
+        return counts.astype(float)
 
-    weights = [
-        resample(jax.random.fold_in(key, index), count) for index, count in enumerate(groups)
-    ]
     # Pairs share members, so members are drawn. A weight is how often a member was drawn, and a
     # pair weighs the product of its two (Efron and Tibshirani, 1993, An introduction to the
     # bootstrap, section 13.3).
-    weights = jnp.concatenate(weights, 1)
+    group_weights = []
+    for index, count in enumerate(groups):
+        group_key = jax.random.fold_in(key, index)
+        group_weights.append(resample(group_key, count))
+    weights = jnp.concatenate(group_weights, 1)
     values = jax.vmap(statistic)(weights)
-    low, high = jnp.nanquantile(values, jnp.asarray([0.5 - 0.5 * level, 0.5 + 0.5 * level]), axis=0)
-    mean = statistic(jnp.ones(weights.shape[1]))
+    quantiles = jnp.asarray([0.5 - 0.5 * level, 0.5 + 0.5 * level])
+    low, high = jnp.nanquantile(values, quantiles, axis=0)
+
     # Resamples without the member whose values are undefined must not bound an undefined mean.
-    return Interval(mean, *(jnp.where(jnp.isnan(mean), jnp.nan, end) for end in (low, high)))
+    mean = statistic(jnp.ones(weights.shape[1]))
+    is_undefined = jnp.isnan(mean)
+    low = jnp.where(is_undefined, jnp.nan, low)
+    high = jnp.where(is_undefined, jnp.nan, high)
+    return Interval(mean, low, high)
 
 
 @validated
@@ -161,26 +188,27 @@ def pair_mean(
     Raises:
         ValueError: If lengths differ, or an index is negative.
     """
-    table, pairs = jnp.asarray(values), {"first": first, "second": second}
-    known = {name: np.asarray(members) for name, members in pairs.items() if not is_traced(members)}
-    for name, members in known.items():
+    table = jnp.asarray(values)
+    concrete_indices = {}
+    for name, members in (("first", first), ("second", second)):
+        if not is_traced(members):
+            concrete_indices[name] = np.asarray(members)
+    for name, members in concrete_indices.items():
         if members.min() < 0:
             fail(name, "hold members counted from 0", members.min())
 
     def mean(weights: Array) -> Array:
-        for name, members in known.items():
-            if members.max() >= weights.shape[0]:
-                fail(
-                    name,
-                    f"hold members below {weights.shape[0]}, the number of weights",
-                    members.max(),
-                )
+        num_weights = weights.shape[0]
+        for name, members in concrete_indices.items():
+            largest = members.max()
+            if largest >= num_weights:
+                fail(name, f"hold members below {num_weights}, the number of weights", largest)
+
         # A traced index that is out of range would be clamped.
-        chosen = [
-            weights.at[jnp.asarray(members)].get(mode="fill", fill_value=jnp.nan)
-            for members in pairs.values()
-        ]
-        pair_weights = chosen[0] * chosen[1]
+        def weights_of(members: Array | np.ndarray) -> Array:
+            return weights.at[jnp.asarray(members)].get(mode="fill", fill_value=jnp.nan)
+
+        pair_weights = weights_of(first) * weights_of(second)
         return jnp.tensordot(pair_weights, table, 1) / jnp.sum(pair_weights)
 
     return mean

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "load", "Dataset", "NAMES", "mnist_data", "glyph_data", "draw_glyphs", "Variation", "rotated_quarters",
-    "coarse_grained",
+    "load", "Dataset", "NAMES", "mnist_data", "glyph_data", "draw_glyphs", "Variation",
+    "rotated_quarters", "coarse_grained",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

@@ -50,13 +50,13 @@ class Dataset(eqx.Module):
         if not name:
             fail("name", "say where the data come from", "an empty string")
         self.name = name
-        self.train_images, self.test_images = train_images, test_images
-        labels = {"train": train_labels, "test": test_labels}
-        classes = max(_classes_in(f"{split}_labels", given) for split, given in labels.items())
-        for split, images in (("train", train_images), ("test", test_images)):
-            rows = as_one_hot(f"{split}_labels", labels[split], classes or None)
-            check_same_length(f"{split}_images", len(images), f"{split}_labels", len(rows))
-            setattr(self, f"{split}_labels", rows)
+        self.train_images = train_images
+        self.test_images = test_images
+        num_classes = max(
+            _num_classes("train_labels", train_labels), _num_classes("test_labels", test_labels)
+        )
+        self.train_labels = _one_hot("train", train_images, train_labels, num_classes)
+        self.test_labels = _one_hot("test", test_images, test_labels, num_classes)
         check_same_length(
             "train_labels", self.num_classes, "test_labels", self.test_labels.shape[1], "classes"
         )
@@ -72,32 +72,54 @@ class Dataset(eqx.Module):
         return self.train_labels.shape[1]
 
 
-def _classes_in(name: str, labels: Any) -> int:
+def _num_classes(name: str, labels: Any) -> int:
     """Return the smallest number of classes that the labels allow, 0 for traced integers."""
     labels = as_array(name, labels, "integers [n] or one-hot rows [n, classes]", bare=True)
     if labels.ndim > 1:
         return labels.shape[1]
-    return 0 if is_traced(labels) else int(np.max(np.asarray(as_classes(name, labels)))) + 1
+    if is_traced(labels):
+        return 0
+    return int(np.max(np.asarray(as_classes(name, labels)))) + 1
+
+
+def _one_hot(split: str, images: Any, labels: Any, num_classes: int) -> Any:
+    """Return the labels of a split as one-hot rows, as many as images."""
+    rows = as_one_hot(f"{split}_labels", labels, num_classes or None)
+    check_same_length(f"{split}_images", len(images), f"{split}_labels", len(rows))
+    return rows
 
 
 def _glyphs(
-    train: int | None, test: int | None, folder: Any, key: PRNGKey | None
+    num_train: int | None, num_test: int | None, folder: Any, key: PRNGKey | None
 ) -> tuple[np.ndarray, ...]:
-    key = named_key("glyphs") if key is None else key
-    return glyph_data(10_000 if train is None else train, 2_000 if test is None else test, key=key)
+    if key is None:
+        key = named_key("glyphs")
+    if num_train is None:
+        num_train = 10_000
+    if num_test is None:
+        num_test = 2_000
+    return glyph_data(num_train, num_test, key=key)
 
 
 def _mnist(
-    train: int | None, test: int | None, folder: Any, key: PRNGKey | None
+    num_train: int | None, num_test: int | None, folder: Any, key: PRNGKey | None
 ) -> tuple[np.ndarray, ...]:
-    sizes = (("num_train", train),) * 2 + (("num_test", test),) * 2
-    arrays = list(mnist_data(folder=folder))
-    for i, (name, number) in enumerate(sizes):
-        if number is not None and number > len(arrays[i]):
-            fail(name, f"be at most {len(arrays[i])}, which is all of MNIST", number)
-        if number is not None and number < len(arrays[i]):
-            arrays[i] = arrays[i][:number].copy()  # a view would keep all images in memory
-    return tuple(arrays)
+    train_images, train_labels, test_images, test_labels = mnist_data(folder=folder)
+    return (
+        _leading("num_train", num_train, train_images),
+        _leading("num_train", num_train, train_labels),
+        _leading("num_test", num_test, test_images),
+        _leading("num_test", num_test, test_labels),
+    )
+
+
+def _leading(name: str, number: int | None, array: np.ndarray) -> np.ndarray:
+    """Return the leading rows of an array of MNIST, or all if `number` is None."""
+    if number is None or number == len(array):
+        return array
+    if number > len(array):
+        fail(name, f"be at most {len(array)}, which is all of MNIST", number)
+    return array[:number].copy()  # a view would keep all images in memory
 
 
 SOURCES: dict[str, tuple[str, Callable[..., tuple[np.ndarray, ...]]]] = {
@@ -144,4 +166,5 @@ def load(
     for argument, number in (("num_train", num_train), ("num_test", num_test)):
         if number is not None:
             check_count(argument, number, minimum=1)
-    return Dataset(name, *SOURCES[name][1](num_train, num_test, folder, key))
+    _, load_arrays = SOURCES[name]
+    return Dataset(name, *load_arrays(num_train, num_test, folder, key))

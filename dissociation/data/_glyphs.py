@@ -67,35 +67,45 @@ class Variation(NamedTuple):
     noise: float | int | Real[Array, ""] = 0.05
 
 
-def _signed_distance(polygons: list[np.ndarray], right: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Return the distances of points (right, up) [p, 1] to the outline, positive inside."""
-    start = np.concatenate([p[:-1] for p in polygons]).T[:, None, :]
-    edge = np.concatenate([np.diff(p, axis=0) for p in polygons]).T[:, None, :]
-    length = np.sum(edge**2, axis=0)
-    (edge_right, edge_up), length = edge[:, :, length[0] > 0], length[:, length[0] > 0]
-    start = start[:, :, np.sum(edge**2, axis=0)[0] > 0]
-    from_right, from_up = right - start[0], up - start[1]
-    along = np.clip((from_right * edge_right + from_up * edge_up) / length, 0, 1)
-    nearest = ((from_right - along * edge_right) ** 2 + (from_up - along * edge_up) ** 2).min(
-        axis=1
-    )
+def _signed_distance(polygons: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return the distances of points (x, y) [p, 1] to the outline, positive inside."""
+    start = np.concatenate([polygon[:-1] for polygon in polygons]).T[:, None, :]
+    edge = np.concatenate([np.diff(polygon, axis=0) for polygon in polygons]).T[:, None, :]
+    square_length = np.sum(edge**2, axis=0)
+    has_length = square_length[0] > 0
+    start_x, start_y = start[:, :, has_length]
+    edge_x, edge_y = edge[:, :, has_length]
+
+    from_x = x - start_x
+    from_y = y - start_y
+    projection = (from_x * edge_x + from_y * edge_y) / square_length[:, has_length]
+    along = np.clip(projection, 0, 1)
+    gap_x = from_x - along * edge_x
+    gap_y = from_y - along * edge_y
+    square_distance = (gap_x**2 + gap_y**2).min(axis=1)
+
     # A ray to the right crosses an edge upwards (+1) where the point lies left of it, downwards
     # (-1) right of it.
-    left = edge_right * from_up > edge_up * from_right
-    starts_below, ends_above = from_up >= 0, from_up < edge_up
-    winding = (starts_below & ends_above & left).sum(axis=1) - (
-        ~starts_below & ~ends_above & ~left
-    ).sum(axis=1)
-    return np.sqrt(nearest) * np.where(winding != 0, 1, -1)
+    is_left = edge_x * from_y > edge_y * from_x
+    is_start_below = from_y >= 0
+    is_end_above = from_y < edge_y
+    num_upwards = (is_start_below & is_end_above & is_left).sum(axis=1)
+    num_downwards = (~is_start_below & ~is_end_above & ~is_left).sum(axis=1)
+    return np.sqrt(square_distance) * np.where(num_upwards != num_downwards, 1, -1)
 
 
 @lru_cache(maxsize=1)
 def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
-    """Return signed distance fields of the digits of all fonts, 20 pixels high and centred by their bounding boxes."""
+    """Return signed distance fields of the digits of all fonts.
+
+    Digits are 20 pixels high and centred by their bounding boxes.
+    """
     # On a distance field, a stroke's weight is an offset, and its blur the width of a ramp.
     line = np.arange(_SAMPLES) * _SPACING - SIDE / 2
     # Rows run down the image, and the fonts' second coordinate up.
-    right, up = (axis.reshape(-1, 1) for axis in np.meshgrid(line, -line, indexing="xy"))
+    x, y = np.meshgrid(line, -line, indexing="xy")
+    x = x.reshape(-1, 1)
+    y = y.reshape(-1, 1)
     fields = np.empty((len(FONTS), NUM_CLASSES, _SAMPLES, _SAMPLES), np.float32)
     folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
     for i, font in enumerate(FONTS):
@@ -103,35 +113,44 @@ def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
         for digit in range(NUM_CLASSES):
             polygons = TextPath((0, 0), str(digit), size=100, prop=properties).to_polygons()
             corners = np.concatenate(polygons)
-            low, high = corners.min(axis=0), corners.max(axis=0)
+            low = corners.min(axis=0)
+            high = corners.max(axis=0)
             scale = _HEIGHT / (high[1] - low[1])
-            placed = [(polygon - (low + high) / 2) * scale for polygon in polygons]
-            fields[i, digit] = _signed_distance(placed, right, up).reshape(_SAMPLES, _SAMPLES)
+            centred = [(polygon - (low + high) / 2) * scale for polygon in polygons]
+            distances = _signed_distance(centred, x, y)
+            fields[i, digit] = distances.reshape(_SAMPLES, _SAMPLES)
     fields.flags.writeable = False
     return fields
 
 
 def _affine(draws: Float[Array, "4"], variation: Variation) -> Float[Array, "2 2"]:
     """Return a rotation after a slant after a stretch of each axis, from draws in [-1, 1]."""
-    angle, slant = draws[0] * variation.rotation, draws[1] * variation.shear
-    wide, high = jnp.exp(draws[2] * variation.log_scale), jnp.exp(draws[3] * variation.log_scale)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    rotate = jnp.stack([cos, -sin, sin, cos]).reshape(2, 2)
-    return rotate @ jnp.stack([wide, slant * high, jnp.zeros_like(high), high]).reshape(2, 2)
+    angle = draws[0] * variation.rotation
+    slant = draws[1] * variation.shear
+    width = jnp.exp(draws[2] * variation.log_scale)
+    height = jnp.exp(draws[3] * variation.log_scale)
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
+    rotation = jnp.stack([cos, -sin, sin, cos]).reshape(2, 2)
+    stretch = jnp.stack([width, slant * height, jnp.zeros_like(height), height])
+    return rotation @ stretch.reshape(2, 2)
 
 
 def _elastic(
     draws: Float[Array, "modes 2"], centres: Float[Array, "pixels 2"]
 ) -> Float[Array, "pixels 2"]:
-    """Return a smooth displacement: cosine modes with normal amplitudes over the squared wave number."""
+    """Return a smooth displacement: cosine modes with amplitudes over the squared wave number."""
     order = jnp.arange(_MODES, dtype=centres.dtype)
-    waves = jnp.cos(jnp.pi * (centres[:, :, None] / SIDE + 0.5) * order[None, None, :])
-    modes = (waves[:, 0, :, None] * waves[:, 1, None, :]).reshape(-1, _MODES**2)
+    phases = jnp.pi * (centres[:, :, None] / SIDE + 0.5)
+    waves = jnp.cos(phases * order[None, None, :])
+    modes = waves[:, 0, :, None] * waves[:, 1, None, :]
+    modes = modes.reshape(-1, _MODES**2)
     squares = (order[:, None] ** 2 + order[None, :] ** 2).reshape(-1)
     # Without the constant mode, a shift, and with mean square one over draws and pixels along each
     # axis.
     decay = jnp.where(squares > 0, 1 / jnp.maximum(squares, 1), 0)
-    decay = decay / jnp.sqrt(jnp.sum(decay**2 * jnp.mean(modes**2, axis=0)))
+    mean_square = jnp.sum(decay**2 * jnp.mean(modes**2, axis=0))
+    decay = decay / jnp.sqrt(mean_square)
     return modes @ (draws * decay[:, None])
 
 
@@ -150,16 +169,16 @@ def draw_glyph(
     """
     dtype = templates.dtype
     uniform_key, normal_key = jax.random.split(key)
-    font, weight, blur, fade, *even = jax.random.uniform(uniform_key, (10,), dtype)
-    even = 2 * jnp.stack(even) - 1
-    grain, waves = jnp.split(
-        jax.random.normal(normal_key, (SIDE**2 + 2 * _MODES**2,), dtype), [SIDE**2]
-    )
+    font, weight, blur, fade, *signed = jax.random.uniform(uniform_key, (10,), dtype)
+    signed = 2 * jnp.stack(signed) - 1
+    normals = jax.random.normal(normal_key, (SIDE**2 + 2 * _MODES**2,), dtype)
+    grain, amplitudes = jnp.split(normals, [SIDE**2])
 
     line = jnp.arange(SIDE, dtype=dtype) - (SIDE - 1) / 2
     centres = jnp.stack(jnp.meshgrid(line, line, indexing="xy"), axis=-1).reshape(-1, 2)
-    bent = centres + variation.elastic * _elastic(waves.reshape(-1, 2), centres)
-    source = (bent - variation.shift * even[None, :2]) @ _affine(even[2:], variation).T
+    displacement = _elastic(amplitudes.reshape(-1, 2), centres)
+    shifted = centres + variation.elastic * displacement - variation.shift * signed[None, :2]
+    source = shifted @ _affine(signed[2:], variation).T
 
     num_fonts, _, _, samples = templates.shape
     # In low precision the product can round up to the number of fonts.
@@ -170,10 +189,11 @@ def draw_glyph(
     )
 
     weight = variation.weight * (1.25 * weight - 0.25)
-    coverage = jnp.clip((distance + weight) / (1 + variation.blur * blur) + 0.5, 0, 1)
-    image = jnp.clip((1 - variation.fade * fade) * coverage + variation.noise * grain, 0, 1)
-    inside = jnp.max(jnp.abs(centres), axis=1) < SIDE / 2 - border
-    return jnp.where(inside, image, 0).astype(dtype)
+    ramp = (distance + weight) / (1 + variation.blur * blur) + 0.5
+    ink = (1 - variation.fade * fade) * jnp.clip(ramp, 0, 1)
+    image = jnp.clip(ink + variation.noise * grain, 0, 1)
+    is_inside = jnp.max(jnp.abs(centres), axis=1) < SIDE / 2 - border
+    return jnp.where(is_inside, image, 0).astype(dtype)
 
 
 @validated(finite=("templates",))
@@ -201,7 +221,9 @@ def draw_glyphs(
     check_count("batch_size", batch_size, minimum=1)
     check_count("border", border, maximum=SIDE // 2 - 1)
     check_classes("labels", labels, NUM_CLASSES)
-    labels, variation = jnp.asarray(labels), Variation() if variation is None else variation
+    if variation is None:
+        variation = Variation()
+    labels = jnp.asarray(labels)
     keys = _fold_in_all(key, labels.shape[0])
     return _draw_each(jnp.asarray(templates), labels, keys, variation, border, batch_size)
 
@@ -221,18 +243,18 @@ def _draw_each(
 ) -> Float[Array, "n pixels"]:
     """Draw one image per label and key, at most `batch_size` at once."""
 
-    def draw(item):
-        return draw_glyph(templates, item[0], item[1], variation, border)
+    def draw(label_and_key):
+        return draw_glyph(templates, *label_and_key, variation, border)
 
     # Batches have one size, the last one padded, because a smaller one would compile a second
     # program.
     num = labels.shape[0]
     if num <= batch_size:
         return jax.vmap(draw)((labels, keys))
-    batches = -(-num // batch_size)
-    size = -(-num // batches)
-    filled = jnp.minimum(jnp.arange(batches * size), num - 1)
-    return jax.lax.map(draw, (labels[filled], keys[filled]), batch_size=size)[:num]
+    num_batches = -(-num // batch_size)
+    size = -(-num // num_batches)
+    rows = jnp.minimum(jnp.arange(num_batches * size), num - 1)
+    return jax.lax.map(draw, (labels[rows], keys[rows]), batch_size=size)[:num]
 
 
 def _orders(keys: PRNGKeys) -> Int[Array, "n 10"]:
@@ -248,17 +270,22 @@ def _draw_splits(
     variation: Variation,
 ) -> tuple[Float[Array, "n pixels"], Float[Array, "n 10"]]:
     """Return images and one-hot labels of both splits, training first."""
-    tens, order_keys, keys = [], [], []
+    num_orders = []
+    order_keys = []
+    keys = []
     for split, num in enumerate((num_train, num_test)):
         label_key, image_key = jax.random.split(jax.random.fold_in(key, split))
-        tens.append(-(-num // NUM_CLASSES))
-        order_keys.append(_fold_in_all(label_key, tens[-1]))
+        num_orders.append(-(-num // NUM_CLASSES))
+        order_keys.append(_fold_in_all(label_key, num_orders[-1]))
         keys.append(_fold_in_all(image_key, num))
+
     # One map draws both splits, so that it compiles once.
-    train, test = jnp.split(_orders(jnp.concatenate(order_keys)), tens[:1])
-    labels = jnp.concatenate([train.reshape(-1)[:num_train], test.reshape(-1)[:num_test]])
-    keys = jnp.concatenate(keys)
-    images = _draw_each(templates, labels, keys, variation, BORDER, _BATCH)
+    orders = _orders(jnp.concatenate(order_keys))
+    train_labels, test_labels = jnp.split(orders, num_orders[:1])
+    train_labels = train_labels.reshape(-1)[:num_train]
+    test_labels = test_labels.reshape(-1)[:num_test]
+    labels = jnp.concatenate([train_labels, test_labels])
+    images = _draw_each(templates, labels, jnp.concatenate(keys), variation, BORDER, _BATCH)
     return images, jax.nn.one_hot(labels, NUM_CLASSES, dtype=images.dtype)
 
 
@@ -294,9 +321,10 @@ def glyph_data(
     """
     check_count("num_train", num_train, minimum=1)
     check_count("num_test", num_test, minimum=1)
-    variation = Variation() if variation is None else variation
-    images, labels = jax.device_get(
-        _draw_splits(jnp.asarray(glyph_templates()), num_train, num_test, key, variation)
-    )
-    parts = images[:num_train], labels[:num_train], images[num_train:], labels[num_train:]
-    return tuple(part.copy() for part in parts)  # writable, as MNIST's are
+    if variation is None:
+        variation = Variation()
+    templates = jnp.asarray(glyph_templates())
+    arrays = _draw_splits(templates, num_train, num_test, key, variation)
+    images, labels = jax.device_get(arrays)
+    splits = images[:num_train], labels[:num_train], images[num_train:], labels[num_train:]
+    return tuple(array.copy() for array in splits)  # writable, as MNIST's are

@@ -67,15 +67,19 @@ def mnist_data(
         ValueError: If the contents of a file are not the original.
         ConnectionError: If a file cannot be downloaded from any mirror.
     """
-    train_images, train_labels, test_images, test_labels = (
-        array.reshape(len(array), -1).astype(np.float32) / np.float32(255)
-        if array.ndim == 3
-        else np.eye(NUM_CLASSES, dtype=np.float32)[array]
-        for array in [_read(_find(name, folder), name) for name in CHECKSUMS]
-    )
+    arrays = []
+    for name in CHECKSUMS:
+        array = _read(_find(name, folder), name)
+        if array.ndim == 3:
+            array = array.reshape(len(array), -1).astype(np.float32) / np.float32(255)
+        else:
+            array = np.eye(NUM_CLASSES, dtype=np.float32)[array]
+        arrays.append(array)
+    train_images, train_labels, test_images, test_labels = arrays
     if permute_train:
         order = np.random.default_rng(PERMUTATION_SEED).permutation(len(train_images))
-        train_images, train_labels = train_images[order], train_labels[order]
+        train_images = train_images[order]
+        train_labels = train_labels[order]
     return train_images, train_labels, test_images, test_labels
 
 
@@ -85,11 +89,11 @@ def cache_folder() -> Path:
 
 
 def _read(path: Path, name: str) -> UInt8[np.ndarray, "..."]:
-    """Return the array of an IDX file of unsigned bytes, gzipped or not, whose contents are those of `name`."""
+    """Return the array of an IDX file, gzipped or not, with the contents of the file `name`."""
     with path.open("rb") as file:
-        zipped = file.read(2) == b"\x1f\x8b"
+        is_zipped = file.read(2) == b"\x1f\x8b"
     try:
-        with gzip.open(path) if zipped else path.open("rb") as file:
+        with gzip.open(path) if is_zipped else path.open("rb") as file:
             contents = file.read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is corrupt: {error}.") from error
@@ -109,18 +113,23 @@ def _read(path: Path, name: str) -> UInt8[np.ndarray, "..."]:
 
 
 def _find(name: str, folder: str | os.PathLike[str] | None) -> Path:
-    argument, place = "folder", folder
-    if place is None:
-        argument, place = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE)
-    folders = [cache_folder()] if place is None else [Path(place), Path(place) / "mnist"]
-    # An empty name would be the working directory.
-    for path in (each / file for each in folders for file in (name, f"{name}.gz") if place != ""):
-        if path.is_file():
-            return path
-    if place is None:
+    argument = "folder"
+    if folder is None:
+        argument = ENVIRONMENT_VARIABLE
+        folder = os.environ.get(ENVIRONMENT_VARIABLE)
+    folders = [cache_folder()]
+    if folder == "":  # which would be the working directory
+        folders = []
+    elif folder is not None:
+        folders = [Path(folder), Path(folder) / "mnist"]
+    for candidate in folders:
+        for path in (candidate / name, candidate / f"{name}.gz"):
+            if path.is_file():
+                return path
+    if folder is None:
         return _download(name)
     raise FileNotFoundError(
-        f"`{argument}` must be a folder that holds {name} or {name}.gz, got {str(place)!r}."
+        f"`{argument}` must be a folder that holds {name} or {name}.gz, got {str(folder)!r}."
     )
 
 
@@ -135,15 +144,15 @@ def _download(name: str) -> Path:
             loader(url, file, caller)
 
     options: Any = {"downloader": limited}
-    target, failures = cache_folder() / f"{name}.gz", []
+    target = cache_folder() / f"{name}.gz"
+    failures = []
     for mirror in MIRRORS:
         try:
             # Mirrors may compress differently, so the contents are verified, not the file.
             pooch.retrieve(mirror + target.name, None, target.name, target.parent, **options)
             _read(target, name)
-            target.chmod(
-                target.parent.stat().st_mode & 0o666
-            )  # pooch's files are readable by their owner alone
+            # pooch's files are readable by their owner alone.
+            target.chmod(target.parent.stat().st_mode & 0o666)
             return target
         except (OSError, ValueError) as error:  # requests' errors are OSErrors
             target.unlink(missing_ok=True)

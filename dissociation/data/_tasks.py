@@ -36,7 +36,9 @@ def _side(images: Real[Array, "n ..."]) -> int:
 def rotated_quarters(
     images: Real[Array | np.ndarray, "n *image"], *, key: PRNGKey
 ) -> tuple[Real[Array, "n *image"], Float[Array, "n 4"]]:
-    """Rotate a random quarter of the images by 0, 90, 180 and 270 degrees each, for the task of naming the rotation.
+    """Rotate a random quarter of the images by 0, 90, 180 and 270 degrees each.
+
+    The task is to name the rotation.
 
     Rotation is counter-clockwise, with row 0 at the top. The images are permuted before and after.
 
@@ -50,30 +52,34 @@ def rotated_quarters(
         column k for k quarter turns. The labels' dtype is the images', float32 for integer images.
     """
     images = jnp.asarray(images)
-    side, num = _side(images), images.shape[0]
+    side = _side(images)
+    num = images.shape[0]
     if num < NUM_QUARTERS:
         fail("images", "hold at least 4 images", num)
     dtype = images.dtype if jnp.issubdtype(images.dtype, jnp.floating) else jnp.float32
     first_key, last_key = jax.random.split(key)
+
     # The later half of MNIST's test set is easier than the first.
     order = jax.random.permutation(first_key, num)
     quarters = jnp.array_split(images[order].reshape(num, side, side), NUM_QUARTERS)
-    turned = jnp.concatenate(
-        [jnp.rot90(quarter, k, axes=(1, 2)) for k, quarter in enumerate(quarters)]
-    )
-    turns = np.repeat(np.arange(NUM_QUARTERS), [len(quarter) for quarter in quarters])
-    last = jax.random.permutation(last_key, num)
-    return turned.reshape(images.shape)[last], jax.nn.one_hot(turns, NUM_QUARTERS, dtype=dtype)[
-        last
-    ]
+    rotated = [jnp.rot90(quarter, k, axes=(1, 2)) for k, quarter in enumerate(quarters)]
+    rotated = jnp.concatenate(rotated).reshape(images.shape)
+    turns = np.repeat(np.arange(NUM_QUARTERS), list(map(len, quarters)))
+    labels = jax.nn.one_hot(turns, NUM_QUARTERS, dtype=dtype)
+    order = jax.random.permutation(last_key, num)
+    return rotated[order], labels[order]
 
 
 def coarse_labels(labels: Digits) -> Float[Array, "n 6"]:
-    """Add the label columns [n, 10] of digits with one least prime factor: 4, 6, 8 to 2, and 9 to 3."""
+    """Add the label columns [n, 10] of digits with one least prime factor.
+
+    4, 6 and 8 are added to 2, and 9 to 3.
+    """
     labels = jnp.asarray(labels)
-    return jnp.stack(
-        [sum(labels[:, digit] for digit in group) for group in DIGITS_BY_FACTOR.values()], axis=1
-    )
+    columns = []
+    for digits in DIGITS_BY_FACTOR.values():
+        columns.append(sum(labels[:, digit] for digit in digits))
+    return jnp.stack(columns, axis=1)
 
 
 @validated
@@ -96,7 +102,8 @@ def coarse_grained(
     Raises:
         ValueError: If the numbers of images and labels differ, or there are not ten label columns.
     """
-    images, coarse = jnp.asarray(images), coarse_labels(labels)
+    images = jnp.asarray(images)
+    coarse = coarse_labels(labels)
     if key is None:
         return images, coarse
     order = jax.random.permutation(key, images.shape[0])

@@ -1,7 +1,7 @@
-"""Rewrites of one hidden layer `w_out @ activation(w_in @ x)`, as a pair of matrices, that keep its function.
+"""Rewrites of one hidden layer, as a pair of matrices, that keep its function.
 
-The notebook of the paper imports them from here. For a bias, append a column to `w_in` and an input
-that is always 1.
+The layer is `w_out @ activation(w_in @ x)`. The notebook of the paper imports the rewrites from
+here. For a bias, append a column to `w_in` and an input that is always 1.
 """
 
 import jax
@@ -31,7 +31,7 @@ def scale_neurons(
     w_out: Float[Array | np.ndarray, "outputs hidden"],
     scale_factor: Real[ArrayLike, ""] | Real[Array | np.ndarray, " hidden"] = 0.1,
 ) -> Pair:
-    """Multiply the incoming weights of every hidden neuron by a > 0 and divide its outgoing weights by a.
+    """Multiply incoming weights of hidden neurons by a > 0, and divide outgoing weights by a.
 
     The function does not change if the activation is positively homogeneous, f(a x) = a f(x): ReLU,
     leaky ReLU, identity, but not tanh, GELU or softplus.
@@ -53,13 +53,14 @@ def scale_neurons(
         Dinh et al. (2017), Sharp minima can generalize for deep nets, section 3.
         Neyshabur, Salakhutdinov and Srebro (2015), Path-SGD, section 2.
     """
-    w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
+    w_in = jnp.asarray(w_in)
+    w_out = jnp.asarray(w_out)
     check_positive("scale_factor", scale_factor)
     factor = jnp.asarray(scale_factor, w_in.dtype)
     # A traced factor cannot be checked: NaN makes a wrong one visible.
-    factor = jnp.broadcast_to(
-        jnp.where((factor > 0) & jnp.isfinite(factor), factor, jnp.nan), w_in.shape[:1]
-    )
+    is_valid = (factor > 0) & jnp.isfinite(factor)
+    factor = jnp.where(is_valid, factor, jnp.nan)
+    factor = jnp.broadcast_to(factor, w_in.shape[:1])
     return w_in * factor[:, None], w_out / factor[None, :]
 
 
@@ -89,11 +90,13 @@ def duplicate_neurons(
         Simsek et al. (2021), Geometry of the loss landscape in overparameterized neural networks,
         section 3.
     """
-    w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
+    w_in = jnp.asarray(w_in)
+    w_out = jnp.asarray(w_out)
     hidden = w_in.shape[0]
     original = copies_of(hidden, duplicate_multiplier)
-    copies = np.bincount(original, minlength=hidden)
-    return w_in[original], w_out[:, original] / jnp.asarray(copies[original], w_out.dtype)[None, :]
+    num_copies = np.bincount(original, minlength=hidden)[original]
+    divisors = jnp.asarray(num_copies, w_out.dtype)
+    return w_in[original], w_out[:, original] / divisors[None, :]
 
 
 @validated
@@ -134,24 +137,24 @@ def add_random_zero_neurons(
         section 3 (zero-type
             neurons).
     """
-    w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
+    w_in = jnp.asarray(w_in)
+    w_out = jnp.asarray(w_out)
     key_in, key_out = jax.random.split(key)
 
-    incoming = jnp.asarray(incoming_std, w_in.dtype) * jax.random.normal(
-        key_in, (num_zero_groups, w_in.shape[1]), w_in.dtype
-    )
+    incoming_draws = jax.random.normal(key_in, (num_zero_groups, w_in.shape[1]), w_in.dtype)
+    incoming = jnp.asarray(incoming_std, w_in.dtype) * incoming_draws
     new_in = jnp.repeat(incoming, neurons_per_group, axis=0)
+
+    outputs = w_out.shape[0]
     if neurons_per_group == 1:
-        new_out = jnp.zeros((w_out.shape[0], num_zero_groups), w_out.dtype)
+        new_out = jnp.zeros((outputs, num_zero_groups), w_out.dtype)
     else:
         if outgoing_std is None:
             outgoing_std = jnp.sqrt(jnp.mean(w_out**2))
-        draws = jax.random.normal(
-            key_out, (w_out.shape[0], num_zero_groups, neurons_per_group), w_out.dtype
-        )
-        new_out = cancelling(draws, outgoing_std, axis=-1).reshape(
-            w_out.shape[0], num_zero_groups * neurons_per_group
-        )
+        shape = (outputs, num_zero_groups, neurons_per_group)
+        outgoing_draws = jax.random.normal(key_out, shape, w_out.dtype)
+        new_out = cancelling(outgoing_draws, outgoing_std, axis=-1)
+        new_out = new_out.reshape(outputs, num_zero_groups * neurons_per_group)
     return jnp.concatenate([w_in, new_in]), jnp.concatenate([w_out, new_out], axis=1)
 
 
@@ -183,9 +186,10 @@ def add_phantom_zero_neurons(
     Raises:
         ValueError: If the shapes do not fit, or concrete `inputs` or `pattern` are not finite.
     """
-    w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
-    incoming = least_squares(
-        jnp.asarray(inputs, w_in.dtype), jnp.asarray(pattern, w_in.dtype), rtol
-    ).T
+    w_in = jnp.asarray(w_in)
+    w_out = jnp.asarray(w_out)
+    inputs = jnp.asarray(inputs, w_in.dtype)
+    pattern = jnp.asarray(pattern, w_in.dtype)
+    incoming = least_squares(inputs, pattern, rtol).T
     outgoing = jnp.zeros((w_out.shape[0], incoming.shape[0]), w_out.dtype)
     return jnp.concatenate([w_in, incoming]), jnp.concatenate([w_out, outgoing], axis=1)

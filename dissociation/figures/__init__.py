@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "figures", "main", "run_command", "Figure", "run", "config_of", "rows", "padded", "exhibit_of", "Exhibit",
-    "report_html", "Cache", "CacheFolder", "AnyMeter", "DataName", "cell", "check_some_left", "named_diverged",
+    "figures", "main", "run_command", "Figure", "run", "config_of", "rows", "padded", "exhibit_of",
+    "Exhibit", "report_html", "Cache", "CacheFolder", "AnyMeter", "DataName", "cell",
+    "check_some_left", "named_diverged",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

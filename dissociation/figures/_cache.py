@@ -24,7 +24,9 @@ AnyMeter = str | MeterFactory | None
 IDENTITY = "identity.json"
 """File with the identity of a folder's run."""
 
-_RUN, _CHECKSUM = "run_digest", "checksum"
+_RUN = "run_digest"
+_CHECKSUM = "checksum"
+_START_ADVICE = "Delete or move its folder to start from scratch."
 
 
 def read_part(path: Path, digest: str) -> Arrays:
@@ -38,63 +40,74 @@ def read_part(path: Path, digest: str) -> Arrays:
         check_sizes(path)
         with open(path, "rb") as opened, np.load(opened) as file:
             arrays = dict(file)
-    run, checksum = (str(arrays.pop(name, "")) for name in (_RUN, _CHECKSUM))
-    if run != digest:
+    run_digest = str(arrays.pop(_RUN, ""))
+    checksum = str(arrays.pop(_CHECKSUM, ""))
+    if run_digest != digest:
         raise RefusedFile(f"{path} belongs to another run. Delete it to compute this part again.")
     if checksum != _checksum(path, arrays, digest):
-        raise RefusedFile(
-            f"{path} was changed or renamed since it was written. Delete it to compute it again."
-        )
+        changed = f"{path} was changed or renamed since it was written"
+        raise RefusedFile(f"{changed}. Delete it to compute it again.")
     return arrays
 
 
 def _checksum(path: Path, arrays: Arrays, digest: str) -> str:
-    return checkpoint.fingerprint(
-        [np.asarray(f"{digest} {path.name}"), dict(sorted(arrays.items()))]
-    )
+    """Return a hash of a file's name and arrays, and of its run's digest."""
+    header = np.asarray(f"{digest} {path.name}")
+    return checkpoint.fingerprint([header, dict(sorted(arrays.items()))])
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return the names of the entries in which two identities differ; of "config", the names of its settings."""
-    names = sorted(
-        name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name)
-    )
-    one, other = stored.get("config"), wanted.get("config")
-    if "config" in names and isinstance(one, dict) and isinstance(other, dict):
+    """Return the names of the entries in which two identities differ.
+
+    If their configurations differ, return the names of the settings instead of "config".
+    """
+    names = []
+    for name in sorted(wanted.keys() | stored.keys()):
+        if wanted.get(name) != stored.get(name):
+            names.append(name)
+    stored_config = stored.get("config")
+    config = wanted.get("config")
+    if "config" in names and isinstance(stored_config, dict) and isinstance(config, dict):
         names.remove("config")
-        names += differences(one, other)
+        names += differences(stored_config, config)
     return names
 
 
 def digest_of(identity: Mapping[str, Any]) -> str:
     """Return a hexadecimal hash of an identity."""
-    return checkpoint.fingerprint(np.asarray(json.dumps(as_json(dict(identity)), sort_keys=True)))
+    document = json.dumps(as_json(dict(identity)), sort_keys=True)
+    return checkpoint.fingerprint(np.asarray(document))
 
 
 def identity_of(config: Any, key: jax.Array, data: Any) -> dict[str, Any]:
     """Return the identity of a run: configuration, hashes of key and data, and precision."""
-    prints = {"key": key, "data": np.zeros(0) if data is None else data}
-    prints = {name: checkpoint.fingerprint(value) for name, value in prints.items()}
-    return {"config": as_json(config), **prints, "precision": str(jnp.result_type(float))}
+    if data is None:
+        data = np.zeros(0)
+    return {
+        "config": as_json(config),
+        "key": checkpoint.fingerprint(key),
+        "data": checkpoint.fingerprint(data),
+        "precision": str(jnp.result_type(float)),
+    }
 
 
 def read_identity(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the identity of a folder's run."""
-    path, advice = Path(folder) / IDENTITY, "Delete or move its folder to start from scratch."
+    path = Path(folder) / IDENTITY
     if not path.is_file():
-        raise FileNotFoundError(
-            f"`folder` must hold parts of a run, got {folder}, without {IDENTITY}."
-        )
-    with reading(path, advice):
-        kept = json.loads(path.read_bytes())
-        identity, digest = dict(kept["identity"]), kept["digest"]
+        message = f"`folder` must hold parts of a run, got {folder}, without {IDENTITY}."
+        raise FileNotFoundError(message)
+    with reading(path, _START_ADVICE):
+        document = json.loads(path.read_bytes())
+        identity = dict(document["identity"])
+        digest = document["digest"]
     if digest != digest_of(identity):
-        raise RefusedFile(f"{path} was changed since it was written. {advice}")
+        raise RefusedFile(f"{path} was changed since it was written. {_START_ADVICE}")
     return identity
 
 
 class Cache:
-    """Named parts of a long computation, each saved in a folder when it is computed; a context manager.
+    """Named parts of a long computation, each saved in a folder; a context manager.
 
     A part is a dictionary of arrays. A folder holds parts of one identity (configuration, key and
     data), and is locked by one process, the only one that writes.
@@ -112,11 +125,12 @@ class Cache:
         progress: AnyMeter = None,
     ):
         self.folder = None if folder is None else Path(folder)
-        self.identity, self.digest = as_json(dict(identity)), digest_of(identity)
+        self.identity = as_json(dict(identity))
+        self.digest = digest_of(identity)
         self.progress = progress
         self.seconds: dict[str, float] = {}
         self.network: Any = None  # one of the networks of the run, which the report shows
-        self._held = ExitStack()
+        self._lock = ExitStack()
 
     def __enter__(self) -> "Cache":
         """Lock the folder.
@@ -130,40 +144,45 @@ class Cache:
             return self
         with ExitStack() as stack:
             stack.enter_context(locked(folder / ".lock", folder))
-            if not (folder / IDENTITY).exists():
-                if any(not path.name.startswith(".") for path in folder.iterdir()):
-                    advice = "Delete or move its folder to start from scratch."
-                    raise RefusedFile(f"{folder / IDENTITY} is missing. {advice}")
-                kept = {"identity": self.identity, "digest": self.digest}
-                write_bytes(folder / IDENTITY, json.dumps(kept, indent=2).encode())
-            elif different := differences(read_identity(folder), self.identity):
-                raise RefusedFile(
-                    f"`folder` must hold parts of the same run, got {folder}, whose "
-                    f"{checks.that_differ(different)}. "
-                    "Name another folder, or delete this one to start from scratch."
-                )
-            self._held = stack.pop_all()
+            self._check_identity(folder)
+            self._lock = stack.pop_all()
         return self
 
+    def _check_identity(self, folder: Path) -> None:
+        """Write the identity to an empty folder; raise if a folder holds parts of another run."""
+        path = folder / IDENTITY
+        if path.exists():
+            names = differences(read_identity(folder), self.identity)
+            if names:
+                raise RefusedFile(
+                    f"`folder` must hold parts of the same run, got {folder}, whose "
+                    f"{checks.that_differ(names)}. "
+                    "Name another folder, or delete this one to start from scratch."
+                )
+            return
+        if any(not file.name.startswith(".") for file in folder.iterdir()):
+            raise RefusedFile(f"{path} is missing. {_START_ADVICE}")
+        document = {"identity": self.identity, "digest": self.digest}
+        write_bytes(path, json.dumps(document, indent=2).encode())
+
     def __exit__(self, *_: object) -> None:
-        self._held.close()
+        self._lock.close()
 
     def path(self, name: str) -> Path | None:
         """Return the path of the file `name` in the folder; None without a folder."""
         return None if self.folder is None else self.folder / name
 
     def save(self, name: str, arrays: Mapping[str, Any]) -> None:
-        """Write the part `name` to the folder, if there is one, over an earlier part of this name."""
-        if (path := self.path(f"{name}.npz")) is None:
+        """Write the part `name` to the folder, if there is one, over an earlier part."""
+        path = self.path(f"{name}.npz")
+        if path is None:
             return
+        entries = {key: np.asarray(value) for key, value in arrays.items()}
         # Digest and checksum detect arrays that were changed, renamed or copied from another run.
-        values = {key: np.asarray(value) for key, value in arrays.items()}
-        marks = {
-            _RUN: np.asarray(self.digest),
-            _CHECKSUM: np.asarray(_checksum(path, values, self.digest)),
-        }
+        checksum = _checksum(path, entries, self.digest)
+        entries |= {_RUN: np.asarray(self.digest), _CHECKSUM: np.asarray(checksum)}
         with replacing(path) as file:
-            np.savez_compressed(file, **values, **marks)  # pyright: ignore[reportArgumentType]
+            np.savez_compressed(file, **entries)  # pyright: ignore[reportArgumentType]
 
     def load(self, name: str) -> Arrays | None:
         """Return the saved part `name`, or None if there is none.
@@ -172,14 +191,16 @@ class Cache:
             RefusedFile: If the part is broken, was changed, or belongs to another run.
         """
         path = self.path(f"{name}.npz")
-        return None if path is None or not path.exists() else read_part(path, self.digest)
+        if path is None or not path.exists():
+            return None
+        return read_part(path, self.digest)
 
     def get(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> Arrays:
         """Return the part `name`: read it if it was saved, else compute and save it."""
-        kept = self.load(name)
-        if kept is not None:
-            self.seconds[name] = float(kept.pop("seconds"))
-            return kept
+        saved = self.load(name)
+        if saved is not None:
+            self.seconds[name] = float(saved.pop("seconds"))
+            return saved
         began = time.perf_counter()
         arrays = {key: np.asarray(value) for key, value in compute().items()}
         self.seconds[name] = time.perf_counter() - began
@@ -189,14 +210,17 @@ class Cache:
     def get_all(
         self, jobs: Mapping[str, Callable[[], Mapping[str, Any]]], title: str
     ) -> dict[str, Arrays]:
-        """Return the parts that `jobs` compute, by name, and show a meter titled `title`; see `get`."""
-        found = {}
+        """Return the parts that `jobs` compute, by name, as `get` does.
+
+        A meter has the title `title`.
+        """
+        arrays_of_job = {}
         with closing(open_meter(self.progress, len(jobs), title)) as meter:
-            for done, (name, compute) in enumerate(jobs.items()):
-                meter.advance(done, name.replace("_", " "))
-                found[name] = self.get(name, compute)
+            for num_done, (name, compute) in enumerate(jobs.items()):
+                meter.advance(num_done, name.replace("_", " "))
+                arrays_of_job[name] = self.get(name, compute)
             meter.advance(len(jobs), "done")
-        return found
+        return arrays_of_job
 
 
 CacheFolder = str | os.PathLike[str] | Cache | None

@@ -1,4 +1,7 @@
-"""Command lines of both packages. Every run has a folder, which only the same command with the same data resumes."""
+"""Command lines of both packages.
+
+Every run has a folder, which only the same command with the same data resumes.
+"""
 
 import contextlib
 import dataclasses
@@ -42,14 +45,14 @@ class RunOptions:
     """Options of a run: folder, seed, resuming."""
 
     out: Path = Path("results")
-    """Folder with a folder per run: the figure (PDF and PNG), arrays (.npz), a description (.json), a report of all
-    (report.html), and the parts from which an interrupted run resumes."""
+    """Folder with a folder per run: the figure (PDF and PNG), arrays (.npz), a description (.json),
+    a report of all (report.html), and the parts from which an interrupted run resumes."""
     seed: int = DEFAULT_SEED
     """Seed of all randomness."""
     quick: Flag = False
     """Make a smoke run, with small sizes unless they are given as well."""
     resume: Flag = False
-    """Fail if no earlier run has these settings. Without this flag, resume it or start a new one."""
+    """Fail if no earlier run has these settings. Without this flag, resume it or start one."""
     fresh: Flag = False
     """Start from scratch, and set aside the parts of an earlier run with the same settings."""
     silent: Flag = False
@@ -89,12 +92,13 @@ def run_command(
             return 0
         commands = {name: _command(figure, words, program) for name, figure in figures.items()}
         if words and words[0] in commands:
-            chosen = tyro.cli(commands[words[0]], prog=f"{program} {words[0]}", args=words[1:])
+            name, *options = words
+            run_figure = tyro.cli(commands[name], prog=f"{program} {name}", args=options)
         else:
-            chosen = tyro.extras.subcommand_cli_from_dict(
+            run_figure = tyro.extras.subcommand_cli_from_dict(
                 commands, prog=program, description=description, args=words
             )
-        return chosen()
+        return run_figure()
     return 0
 
 
@@ -107,18 +111,21 @@ def _until_readers_leave() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, sys.stdout.fileno())
 
 
 def _command(
     figure: Figure, words: Sequence[str], program: str
 ) -> Callable[..., Callable[[], int]]:
     """Return a function of a figure's options, from which tyro makes the command."""
+    default = figure.Config()
     # With `--quick`, the defaults in `--help` are those of a smoke run.
-    default = figure.Config().quick() if "--quick" in words else figure.Config()
+    if "--quick" in words:
+        default = default.quick()
 
     def choose(
-        config: tyro.conf.OmitArgPrefixes[figure.Config] = default,  # pyright: ignore[reportInvalidTypeForm]
+        config: tyro.conf.OmitArgPrefixes[figure.Config] = default,  # pyright: ignore
         run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions(),  # noqa: B008
     ) -> Callable[[], int]:
         return partial(produce, figure, config, run, program=program, words=words)
@@ -145,40 +152,45 @@ def produce(
                 print(f"{program}: compiling", file=sys.stderr, flush=True)
             data = figure.source(config)
         except (OSError, ValueError) as error:
-            return _tell(program, error, 2 if isinstance(error, WrongValue) else 1)
+            status = 2 if isinstance(error, WrongValue) else 1
+            return _print_error(program, str(error), status)
         _run(figure, config, run, data, ("python", "-m", program, *words), began)
     except BrokenPipeError:  # `run_command` ends quietly
         raise
     except (OSError, WrongValue, RefusedFile, MemoryError) as error:
-        nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
-        return _tell(program, f"{error} (while writing to {run.out})" if nameless else error, 1)
+        message = str(error)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            message = f"{error} (while writing to {run.out})"
+        return _print_error(program, message, 1)
     except (Exception, KeyboardInterrupt) as error:
-        if (
-            isinstance(error, KeyboardInterrupt) or interrupts.heard()
-        ):  # a compiler can turn it into another exception
+        # A compiler can turn an interrupt into another exception.
+        if isinstance(error, KeyboardInterrupt) or interrupts.heard():
             print(f"\n{program}: stopped. {interrupts.advice}", file=sys.stderr)
             return interrupts.status()
-        if "RESOURCE_EXHAUSTED" in str(error):
-            return _tell(
-                program, f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1
-            )
+        message = str(error)
+        if "RESOURCE_EXHAUSTED" in message:
+            advice = "out of memory; choose smaller sizes."
+            return _print_error(program, f"{advice} {message.splitlines()[0]}", 1)
         raise
     return 0
 
 
-def _tell(program: str, what: object, status: int) -> int:
-    print(f"{program}: {' '.join(str(what).split())}", file=sys.stderr)
+def _print_error(program: str, message: str, status: int) -> int:
+    """Print a message on one line and return `status`."""
+    line = " ".join(message.split())
+    print(f"{program}: {line}", file=sys.stderr)
     return status
 
 
 def _run(
     figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequence[str], began: float
 ) -> None:
+    """Compute, draw and write one figure in the folder of its run."""
     key = jax.random.PRNGKey(run.seed)
     identity = caches.identity_of(config, key, data)
     folder = run.out / run_name(figure, run, identity)
-    with contextlib.ExitStack() as held:
-        _take_folder(run, folder, held)
+    with contextlib.ExitStack() as stack:
+        _take_folder(run, folder, stack)
         interrupts.advice = f"The same command resumes; finished parts are in {folder / 'parts'}."
         facts = {
             "figure": figure.STEM,
@@ -186,43 +198,42 @@ def _run(
             "seed": run.seed,
             "environment": provenance.environment(),
         }
-        goes_on = [word for word in words if word != "--fresh"]
-        held.enter_context(provenance.recorded(folder, goes_on, facts))
+        resuming_words = [word for word in words if word != "--fresh"]
+        stack.enter_context(provenance.recorded(folder, resuming_words, facts))
         compiling = start_compilation_cache()
         progress = None if run.silent else "terminal"
-        cache = held.enter_context(caches.Cache(folder / "parts", identity, progress))
+        cache = stack.enter_context(caches.Cache(folder / "parts", identity, progress))
         dataset = figure.compute(config, key=key, data=data, cache=cache)
+
         seconds = {
             **cache.seconds,
             "this call": time.perf_counter() - began,
             "compiling": compiling["seconds"],
         }
-        made = {"command": shlex.join(words), "seed": run.seed}
-        written = _write(figure, folder, dataset, cache.network, made, seconds)
-        compiled = (
-            f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
-        )
-        kept = jax.config.values["jax_compilation_cache_dir"]
-        print(
-            f"\n{seconds['this call']:.0f} s; {compiled} ({compiling['cached']} more came from "
-            f"{kept})."
-        )
-        print(f"Wrote {', '.join(written)} in {folder}", flush=True)
+        origin = {"command": shlex.join(words), "seed": run.seed}
+        names = _write(figure, folder, dataset, cache.network, origin, seconds)
+        total = f"{seconds['this call']:.0f} s"
+        programs = f"compiling {compiling['programs']} programs"
+        compiled = f"{compiling['seconds']:.1f} s went into {programs}"
+        cache_dir = jax.config.values["jax_compilation_cache_dir"]
+        print(f"\n{total}; {compiled} ({compiling['cached']} more came from {cache_dir}).")
+        print(f"Wrote {', '.join(names)} in {folder}", flush=True)
 
 
-def _take_folder(run: RunOptions, folder: Path, held: contextlib.ExitStack) -> None:
+def _take_folder(run: RunOptions, folder: Path, stack: contextlib.ExitStack) -> None:
     """Lock the folder of a run; with `--fresh` rename earlier parts."""
-    parts = folder / "parts"
-    if run.resume and not (parts / caches.IDENTITY).exists():
-        raise RefusedFile(
-            f"`resume` must find an earlier run of the same settings, got none in {folder}."
-        )
-    held.enter_context(locked(folder / ".lock", folder))
-    if not parts.exists():
+    cache_path = folder / "parts"
+    if run.resume and not (cache_path / caches.IDENTITY).exists():
+        requirement = "`resume` must find an earlier run of the same settings"
+        raise RefusedFile(f"{requirement}, got none in {folder}.")
+    stack.enter_context(locked(folder / ".lock", folder))
+    if not cache_path.exists():
         return
     if run.fresh:
-        names = (folder / f"parts-before-{i}" for i in range(1, 10**6))
-        parts.rename(next(name for name in names if not name.exists()))
+        number = 1
+        while (folder / f"parts-before-{number}").exists():
+            number += 1
+        cache_path.rename(folder / f"parts-before-{number}")
     elif not run.silent:
         print(f"Resuming in {folder} (--fresh starts from scratch).", file=sys.stderr)
 
@@ -232,38 +243,38 @@ def _write(
     folder: Path,
     dataset: xarray.Dataset,
     network: Any,
-    made: Mapping[str, Any],
+    origin: Mapping[str, Any],
     seconds: Mapping[str, float],
 ) -> list[str]:
     """Draw a figure, write its files, print its table, and return the names of the files."""
     stem = folder / figure.STEM
-    exhibit, environment = exhibit_of(figure, dataset), provenance.environment()
-    written = [
-        *plotting.save_figure(exhibit.figure, stem),
-        save_results(dataset, stem.with_suffix(".npz")),
-    ]
+    exhibit = exhibit_of(figure, dataset)
+    environment = provenance.environment()
+    images = plotting.save_figure(exhibit.figure, stem)
+    arrays = save_results(dataset, stem.with_suffix(".npz"))
+
     attributes = {name: decoded(value) for name, value in dataset.attrs.items()}
     axes = {name: array.dims for name, array in dataset.variables.items()}
-    facts = {"seed": made["seed"], "axes": axes, "seconds": seconds, "environment": environment}
+    facts = {"seed": origin["seed"], "axes": axes, "seconds": seconds, "environment": environment}
+    document = json.dumps(as_json(attributes | facts))
     # JSON has no NaN and no infinity.
-    strict = json.loads(json.dumps(as_json(attributes | facts)), parse_constant=lambda _: None)
-    written.append(stem.with_suffix(".json"))
-    write_bytes(written[-1], (json.dumps(strict, indent=2) + "\n").encode())
-    memory = {
-        f"peak on {name} (MiB)": round(size / 2**20)
-        for name, size in provenance.peak_memory().items()
-    }
-    sections = {
-        **certificates_of(dataset),
-        "settings": attributes["config"],
-        **({} if network is None else {"one of the networks": network}),
-        "run": {**made, **environment, **memory},
-        "seconds": seconds,
-    }
-    written.append(folder / "report.html")
-    write_bytes(written[-1], report_html(figure.SHOWS.rstrip("."), [exhibit], sections).encode())
+    strict = json.loads(document, parse_constant=lambda _: None)
+    description = stem.with_suffix(".json")
+    write_bytes(description, (json.dumps(strict, indent=2) + "\n").encode())
+
+    sections = certificates_of(dataset)
+    sections["settings"] = attributes["config"]
+    if network is not None:
+        sections["one of the networks"] = network
+    sections["run"] = {**origin, **environment}
+    for name, size in provenance.peak_memory().items():
+        sections["run"][f"peak on {name} (MiB)"] = round(size / 2**20)
+    sections["seconds"] = seconds
+    report = folder / "report.html"
+    page = report_html(figure.SHOWS.rstrip("."), [exhibit], sections)
+    write_bytes(report, page.encode())
     print(f"\n{exhibit.text()}")
-    return [path.name for path in written]
+    return [path.name for path in (*images, arrays, description, report)]
 
 
 def certificates_of(dataset: xarray.Dataset) -> dict[str, Any]:
@@ -275,20 +286,27 @@ def certificates_of(dataset: xarray.Dataset) -> dict[str, Any]:
 
 
 def run_name(figure: Figure, run: RunOptions, identity: Mapping[str, Any]) -> str:
-    """Return the name of a run's folder: the figure, the settings that differ from their defaults, and a hash.
+    """Return the name of a run's folder: figure, settings that differ from defaults, and a hash.
 
     The hash is of figure, identity and the package's version.
     """
-    default = as_json(figure.Config().quick() if run.quick else figure.Config())
-    words = [figure.STEM, *(["quick"] * run.quick)]
+    default = figure.Config()
+    words = [figure.STEM]
+    if run.quick:
+        default = default.quick()
+        words.append("quick")
     if run.seed != DEFAULT_SEED:
         words.append(f"seed-{run.seed}")
+    default_settings = as_json(default)
     for name, value in identity["config"].items():
-        if value != default[name]:
-            words.append("-".join([name, *map(str, value if isinstance(value, list) else [value])]))
-    name = re.sub(r"[^\w.-]+|_(?=_)", "-", "_".join(words))[:_LONGEST_NAME].rstrip("-_.")
+        if value != default_settings[name]:
+            values = value if isinstance(value, list) else [value]
+            words.append("-".join([name, *map(str, values)]))
+    folder_name = re.sub(r"[^\w.-]+|_(?=_)", "-", "_".join(words))
+    folder_name = folder_name[:_LONGEST_NAME].rstrip("-_.")
     settings = {**identity, "figure": figure.STEM, "version": metadata.version("dissociation")}
-    return f"{name}_{caches.digest_of(settings)[:10]}"
+    digest = caches.digest_of(settings)
+    return f"{folder_name}_{digest[:10]}"
 
 
 def cache_folder() -> Path:

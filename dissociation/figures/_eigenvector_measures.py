@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xarray
+from jax import lax
 from jaxtyping import Array
 
 from dissociation._core.keys import named_key
@@ -39,182 +40,203 @@ RANKINGS = ("magnitude", "positive", "negative")
 """Orders in which components are ranked."""
 
 MEASURES = (*RANKINGS, "matched")
-"""Similarities of equally ranked components, and of best matching components among the leading ones by magnitude."""
+"""Similarities of equally ranked components, and of best matches among those of large magnitude."""
 
 ORDERS = {"magnitude": "by |eigenvalue|", "contribution": "by mean contribution"}
 """Orders in which components are kept."""
 
-
 PADDED = ("seeds", "pairs", "ranks", "components")
-"""Axes that differ in length between sizes. Coordinates hold the lengths, for example "seeds_length"."""
+"""Axes that differ in length between sizes; coordinates such as "seeds_length" hold the lengths."""
 
 
 def of_size(dataset: xarray.Dataset, size: int) -> xarray.Dataset:
     """Return the dataset of one hidden size, without padding."""
-    one = dataset.sel(hidden_sizes=size)
-    return one.isel({axis: slice(one[f"{axis}_length"].item()) for axis in PADDED})
+    networks = dataset.sel(hidden_sizes=size)
+    slices = {axis: slice(networks[f"{axis}_length"].item()) for axis in PADDED}
+    return networks.isel(slices)
 
 
-def compared_pairs(alive: dict[int, np.ndarray], size: int, other: int) -> np.ndarray:
-    """Return the first and second members of all pairs of different networks of two sizes, [2, pairs]."""
-    one, two = len(alive[size]), len(alive[other])
-    return member_pairs(one) if size == other else member_pairs(one, two)
+def compared_pairs(alive: dict[int, np.ndarray], size: int, other_size: int) -> np.ndarray:
+    """Return the members of all pairs of different networks of two sizes, [2, pairs]."""
+    num_members = len(alive[size])
+    if size == other_size:
+        return member_pairs(num_members)
+    return member_pairs(num_members, len(alive[other_size]))
 
 
 @eqx.filter_jit
 def leading_components(spectra: Spectrum, count: int) -> dict[str, Spectrum]:
     """Return up to `count` leading components of stacked spectra, in three orders."""
 
-    def one(spectrum: Spectrum) -> dict[str, Spectrum]:
-        values, kept = spectrum.values, min(count, spectrum.values.shape[1])
-        orders = dict(zip(RANKINGS, (jnp.abs(values), values, -values), strict=True))
-        return {
-            by: truncate(reorder(spectrum, importance), kept) for by, importance in orders.items()
-        }
+    def of_network(spectrum):
+        values = spectrum.values
+        num_components = min(count, values.shape[1])
+        importances = (jnp.abs(values), values, -values)
+        leading = {}
+        for order, importance in zip(RANKINGS, importances, strict=True):
+            leading[order] = truncate(reorder(spectrum, importance), num_components)
+        return leading
 
-    return jax.vmap(one)(spectra)
+    return jax.vmap(of_network)(spectra)
 
 
 @eqx.filter_jit
-def _each_pair(
+def _of_pairs(
     measure: Callable[[Spectrum, Spectrum], Array],
     first: Spectrum,
     second: Spectrum,
     pairs: Array | np.ndarray,
 ) -> Array:
-    def one(pair: Array) -> Array:
-        return measure(take(first, pair[0]), take(second, pair[1]))
+    def of_pair(pair):
+        a = take(first, pair[0])
+        b = take(second, pair[1])
+        return measure(a, b)
 
-    return jax.lax.map(one, jnp.asarray(pairs.T))
+    return lax.map(of_pair, jnp.asarray(pairs.T))
 
 
 def similarities(
     leading: dict[int, dict[str, Spectrum]],
     forms: dict[int, Spectrum],
     size: int,
-    other: int,
+    other_size: int,
     pairs: np.ndarray,
 ) -> dict[str, Array]:
-    """Return similarities of pairs of networks of two sizes by measure, [pairs, classes, ranks]; 1 rank for "form"."""
-    measures = {
-        by: _each_pair(rank_similarity, leading[size][by], leading[other][by], pairs)
-        for by in RANKINGS
-    }
-    measures["matched"] = _each_pair(
-        _matched, leading[size]["magnitude"], leading[other]["magnitude"], pairs
-    )
-    measures["form"] = _each_pair(form_similarity, forms[size], forms[other], pairs)[:, :, None]
+    """Return similarities of pairs of networks of two sizes by measure, [pairs, classes, ranks].
+
+    "form" has one rank.
+    """
+    first = leading[size]
+    second = leading[other_size]
+    measures = {}
+    for order in RANKINGS:
+        measures[order] = _of_pairs(rank_similarity, first[order], second[order], pairs)
+    measures["matched"] = _of_pairs(_matched, first["magnitude"], second["magnitude"], pairs)
+    form = _of_pairs(form_similarity, forms[size], forms[other_size], pairs)
+    measures["form"] = form[:, :, None]
     return measures
 
 
 def _matched(a: Spectrum, b: Spectrum) -> Array:
-    return matched_similarity(a, b, min(a.values.shape[1], b.values.shape[1]))
+    num_components = min(a.values.shape[1], b.values.shape[1])
+    return matched_similarity(a, b, num_components)
 
 
-_first = eqx.filter_jit(jax.vmap(partial(truncate, num_components=1)))
+_leading_component = eqx.filter_jit(jax.vmap(partial(truncate, num_components=1)))
 
 
 def top_similarity(
     leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the mean similarity of the leading component between all sizes, "top" [sizes, sizes]; NaN without pairs.
+    """Return the mean similarity of the leading component between all sizes.
 
-    `alive`: True for each network that did not diverge, by size.
+    "top" is [sizes, sizes], NaN without pairs. `alive`: True for each network that did not diverge,
+    by size.
     """
     sizes = list(alive)
-    table = np.zeros((len(sizes),) * 2)
-    first = {size: _first(leading[size]["magnitude"]) for size in sizes}
+    table = np.full((len(sizes),) * 2, np.nan)
+    top = {size: _leading_component(leading[size]["magnitude"]) for size in sizes}
     for i, size in enumerate(sizes):
-        for j, other in enumerate(sizes[: i + 1]):
-            pairs = compared_pairs(alive, size, other)
-            similarity = np.asarray(_each_pair(rank_similarity, first[size], first[other], pairs))
-            known = similarity[alive[size][pairs[0]] & alive[other][pairs[1]]]
-            table[i, j] = table[j, i] = known.mean() if known.size else np.nan
+        for j, other_size in enumerate(sizes[: i + 1]):
+            pairs = compared_pairs(alive, size, other_size)
+            similarity = np.asarray(_of_pairs(rank_similarity, top[size], top[other_size], pairs))
+            are_alive = alive[size][pairs[0]] & alive[other_size][pairs[1]]
+            if are_alive.any():
+                mean = similarity[are_alive].mean()
+                table[i, j] = mean
+                table[j, i] = mean
     return {"top": table}
 
 
 def truncations(
     num_components: int, spectra: Spectrum, images: Array, labels: Array
 ) -> dict[str, Array]:
-    """Return test errors of the leading 0, 1, ... components in both orders, and of all components."""
+    """Return test errors of the leading 0, 1, ... components in both orders, and of all."""
 
-    def one(spectrum: Spectrum) -> dict[str, Array]:
-        def wrong(outputs: Array) -> Array:
-            return jnp.mean(
-                jnp.argmax(outputs, -1) != labels.reshape(-1, *(1,) * (outputs.ndim - 2)), 0
-            )
+    def error_of(outputs):
+        truth = labels.reshape(-1, *(1,) * (outputs.ndim - 2))
+        return jnp.mean(jnp.argmax(outputs, -1) != truth, 0)
 
+    def of_network(spectrum):
         count = min(num_components, spectrum.values.shape[1])
-        by_contribution = reorder(spectrum, mean_contribution(spectrum, images))
-        return {
-            "magnitude": wrong(truncated_outputs(truncate(spectrum, count), images)),
-            "contribution": wrong(truncated_outputs(truncate(by_contribution, count), images)),
-            "full": wrong(jnp.sum(contributions(spectrum, images), 2)),
-        }
+        importance = mean_contribution(spectrum, images)
+        by_contribution = reorder(spectrum, importance)
+        errors = {}
+        for order, ordered in (("magnitude", spectrum), ("contribution", by_contribution)):
+            outputs = truncated_outputs(truncate(ordered, count), images)
+            errors[order] = error_of(outputs)
+        outputs = jnp.sum(contributions(spectrum, images), 2)
+        errors["full"] = error_of(outputs)
+        return errors
 
-    return bmap(one, batch_size=1)(spectra)
+    return bmap(of_network, batch_size=1)(spectra)
 
 
 def details(
     config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array
 ) -> dict[str, Array]:
-    """Return one network's spectrum of class `digit`, explanation of an image, and certified radii."""
-    order = jnp.argsort(spectrum.values[config.digit])
-    vectors = spectrum.vectors[config.digit]
-    chosen = images[jnp.argmax(labels == config.digit)]
-    parts = contributions(spectrum, chosen[None])[0, config.digit]
-    largest = jnp.argsort(-jnp.abs(parts))[:5]
+    """Return one network's spectrum of class `digit`, explanation of an image, and radii."""
+    digit = config.digit
+    values = spectrum.values[digit]
+    vectors = spectrum.vectors[digit]
+    ascending = jnp.argsort(values)
+    descending = ascending[::-1]
+
+    image = images[jnp.argmax(labels == digit)]
+    shares = contributions(spectrum, image[None])[0, digit]
+    largest = jnp.argsort(-jnp.abs(shares))[:5]
     measures = {
-        "values": spectrum.values[config.digit][order[::-1]],
-        "leading": jnp.stack([vectors[order[::-1][:3]], vectors[order[:3]]]),
-        "image": chosen,
-        "contributions": parts[largest],
+        "values": values[descending],
+        "leading": jnp.stack([vectors[descending[:3]], vectors[ascending[:3]]]),
+        "image": image,
+        "contributions": shares[largest],
         "vectors": vectors[largest],
-        "component_values": spectrum.values[config.digit][largest],
+        "component_values": values[largest],
     }
+
     count = min(config.num_certified, len(images))
-    kept = sorted({1, 5, config.num_components} & set(range(spectrum.values.shape[1])))
-    for components in (0, *kept):
-        source = truncate(spectrum, components) if components else model
-        measures[f"radii_{components}"] = _radii(source, images[:count], labels[:count])
+    images = images[:count]
+    labels = labels[:count]
+    measures["radii_0"] = _radii(model, images, labels)
+    for num_components in sorted({1, 5, config.num_components}):
+        if num_components < len(values):
+            source = truncate(spectrum, num_components)
+            measures[f"radii_{num_components}"] = _radii(source, images, labels)
     return measures
 
 
 @eqx.filter_jit
 def _radii(source: Any, images: Array, labels: Array) -> Array:
-    known = margins(source)
-    return bmap(lambda image, label: certified_radius(known, image, label).radius, batch_size=20)(
-        images, labels
-    )
+    margins_of_source = margins(source)
+
+    def radius_of(image, label):
+        return certified_radius(margins_of_source, image, label).radius
+
+    return bmap(radius_of, batch_size=20)(images, labels)
 
 
 def masking(
-    config: Any,
-    model: Any,
-    spectrum: Spectrum,
-    images: Array,
-    labels: Array,
-    *,
-    key: Array,
-    against: int = 2,
+    config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array, *, key: Array
 ) -> dict[str, Array]:
-    """Return the effect of a mask from the most positive eigenvector of class `digit`, added to test images.
+    """Return the effect of a mask from the most positive eigenvector of class `digit`.
 
-    "mask" [pixels]; "mask_accuracy" and "mask_share", the share of images classified as `digit`, of
-    the mask and its negative (an eigenvector has no sign): [2, norms]; "random_accuracy" [norms],
-    mean over random masks.
+    The mask is added to test images. "mask" is [pixels]; "mask_accuracy" and "mask_share", the
+    fraction of images classified as `digit`, of the mask and its negative (an eigenvector has no
+    sign): [2, norms]; "random_accuracy" [norms], mean over random masks.
     """
-    mask = adversarial_mask(reorder(spectrum, spectrum.values), config.digit, 0, against=against)
-    random = jax.random.normal(key, (10, mask.shape[0]), mask.dtype)
-    random = random / jnp.linalg.norm(random, axis=1, keepdims=True)
+    digit = config.digit
+    by_value = reorder(spectrum, spectrum.values)
+    mask = adversarial_mask(by_value, digit, 0, against=2)
+    random_masks = jax.random.normal(key, (10, len(mask)), mask.dtype)
+    random_masks = random_masks / jnp.linalg.norm(random_masks, axis=1, keepdims=True)
+
     norms = jnp.asarray(config.mask_norms, mask.dtype)
-    masked, control = (
-        _classes(model, images, masks, norms) for masks in (jnp.stack([mask, -mask]), random)
-    )
+    masked = _classes(model, images, jnp.stack([mask, -mask]), norms)
+    control = _classes(model, images, random_masks, norms)
     return {
         "mask": mask,
         "mask_accuracy": jnp.mean(masked == labels[None, None], 2),
-        "mask_share": jnp.mean(masked == config.digit, 2),
+        "mask_share": jnp.mean(masked == digit, 2),
         "random_accuracy": jnp.mean(control == labels[None, None], (0, 2)),
     }
 
@@ -223,11 +245,14 @@ def masking(
 def _classes(model: Any, images: Array, masks: Array, norms: Array) -> Array:
     """Return the predicted classes of images plus multiples of masks, [masks, norms, n]."""
     steps = masks[:, None] * norms[None, :, None]
-    run = jax.lax.map(
-        lambda step: jnp.argmax(jax.vmap(model)(images + step[None]), 1),
-        steps.reshape(-1, masks.shape[1]),
-    )
-    return run.reshape(*steps.shape[:2], -1)
+    rows = steps.reshape(-1, masks.shape[1])
+
+    def predict(step):
+        outputs = jax.vmap(model)(images + step[None])
+        return jnp.argmax(outputs, 1)
+
+    classes = lax.map(predict, rows)
+    return classes.reshape(*steps.shape[:2], -1)
 
 
 def pooled(similarity: np.ndarray) -> np.ndarray:
@@ -236,28 +261,38 @@ def pooled(similarity: np.ndarray) -> np.ndarray:
 
 
 def intervals(
-    similarity: np.ndarray, pairs: np.ndarray, alive: np.ndarray, others: np.ndarray | None = None
+    similarity: np.ndarray,
+    pairs: np.ndarray,
+    alive: np.ndarray,
+    other_alive: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return means over pairs and classes with the ends of 90 % intervals of two kinds, [2, 3, ranks].
+    """Return means over pairs and classes with the ends of 90 % intervals, [2, 3, ranks].
 
-    The first kind resamples members. The second is Student's, as published, as if pairs and classes
-    were independent. Intervals of fewer than two members are NaN. `similarity`: [pairs, classes,
-    ranks], NaN for diverged networks.
+    The first interval resamples members. The second is Student's, as published, as if pairs and
+    classes were independent. Intervals of fewer than two members are NaN. `similarity`: [pairs,
+    classes, ranks], NaN for diverged networks.
     """
-    known = np.isfinite(similarity).all((1, 2))
-    values, (first, second) = similarity[known].astype(np.float32), pairs[:, known]
+    is_finite = np.isfinite(similarity).all((1, 2))
+    values = similarity[is_finite].astype(np.float32)
+    first, second = pairs[:, is_finite]
+
     # Members are renumbered without those that diverged.
-    mine, theirs = (np.flatnonzero(which) for which in (alive, alive if others is None else others))
-    if len(values) == 0 or min(len(mine), len(theirs)) < 2:
+    members = np.flatnonzero(alive)
+    groups = (len(members),)
+    other_members = members
+    offset = 0
+    if other_alive is not None:
+        other_members = np.flatnonzero(other_alive)
+        offset = len(members)
+        groups = (offset, len(other_members))
+    if len(values) == 0 or min(groups) < 2:
         mean = pooled(values)
-        return np.stack(
-            [np.stack([mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)])] * 2
-        )
-    offset, groups = (0, (len(mine),)) if others is None else (len(mine), (len(mine), len(theirs)))
-    statistic = pair_mean(
-        values.mean(1), np.searchsorted(mine, first), np.searchsorted(theirs, second) + offset
-    )
+        undefined = np.full_like(mean, np.nan)
+        return np.stack([np.stack([mean, undefined, undefined])] * 2)
+
+    first = np.searchsorted(members, first)
+    second = np.searchsorted(other_members, second) + offset
+    statistic = pair_mean(values.mean(1), first, second)
     resampled = bootstrap_interval(statistic, groups, key=named_key("bootstrap of intervals"))
-    return np.stack(
-        [np.stack(resampled), np.stack(student_interval(values.reshape(-1, values.shape[2])))]
-    )
+    student = student_interval(values.reshape(-1, values.shape[2]))
+    return np.stack([np.stack(resampled), np.stack(student)])

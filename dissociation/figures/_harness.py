@@ -47,7 +47,10 @@ class Figure(Protocol):
     def Config(self) -> Callable[..., Any]: ...  # noqa: D102, N802
 
     def source(self, config: Any) -> Any:
-        """Load the data, whose contents belong to the identity of a run; raise if an option does not fit."""
+        """Load the data, whose contents belong to the identity of a run.
+
+        Raise an error if an option does not fit.
+        """
         ...
 
     def compute(
@@ -59,7 +62,9 @@ class Figure(Protocol):
         cache: CacheFolder = None,
         progress: AnyMeter = None,
     ) -> xarray.Dataset:
-        """Compute the dataset of the figure, with coordinates, units, and the configuration as JSON attribute `config`.
+        """Compute the dataset of the figure, with coordinates and units.
+
+        The attribute `config` is the configuration as JSON.
 
         Args:
             config: Options.
@@ -106,22 +111,29 @@ class Settings:
         number, a collection of names, or a function that checks a name and a value.
         """
         for name, limit in limits.items():
-            value = getattr(self, name)
-            if several := isinstance(value, tuple | list):
-                check_distinct(name, value)
-            for each in value if several else (value,):
-                if callable(limit):
-                    limit(name, each)
-                elif isinstance(limit, int):
-                    check_count(name, each, minimum=limit)
-                elif isinstance(next(iter(limit)), str):
-                    check_choice(name, each, limit)
-                elif isinstance(limit[0], int):
-                    check_count(name, each, minimum=limit[0], maximum=limit[1])
-                else:
-                    check_non_negative(name, each)
-                    if not limit[0] <= each <= limit[1]:
-                        fail(name, f"lie from {limit[0]:g} to {limit[1]:g}", each)
+            setting = getattr(self, name)
+            if isinstance(setting, tuple | list):
+                check_distinct(name, setting)
+                for entry in setting:
+                    _check_limit(name, entry, limit)
+            else:
+                _check_limit(name, setting, limit)
+
+
+def _check_limit(name: str, value: Any, limit: Any) -> None:
+    """Raise unless a value is within a limit of `Settings.check`."""
+    if callable(limit):
+        limit(name, value)
+    elif isinstance(limit, int):
+        check_count(name, value, minimum=limit)
+    elif isinstance(next(iter(limit)), str):
+        check_choice(name, value, limit)
+    elif isinstance(limit[0], int):
+        check_count(name, value, minimum=limit[0], maximum=limit[1])
+    else:
+        check_non_negative(name, value)
+        if not limit[0] <= value <= limit[1]:
+            fail(name, f"lie from {limit[0]:g} to {limit[1]:g}", value)
 
 
 def run(
@@ -145,14 +157,19 @@ def run(
     """
     with ExitStack() as stack:
         if not isinstance(cache, Cache):
-            cache = stack.enter_context(Cache(cache, identity_of(config, key, data), progress))
-        return body(config, key, data, cache).assign_attrs(config=json.dumps(as_json(config)))
+            identity = identity_of(config, key, data)
+            cache = stack.enter_context(Cache(cache, identity, progress))
+        dataset = body(config, key, data, cache)
+        return dataset.assign_attrs(config=json.dumps(as_json(config)))
 
 
 def drawing(
     draw: Callable[[xarray.Dataset], matplotlib.figure.Figure],
 ) -> Callable[[xarray.Dataset], matplotlib.figure.Figure]:
-    """Return `draw` in the style of the package; the figure is closed in pyplot, so that a notebook shows it once."""
+    """Return `draw` in the style of the package.
+
+    The figure is closed in pyplot, so that a notebook shows it once.
+    """
 
     @functools.wraps(draw)
     def drawn(dataset: xarray.Dataset) -> matplotlib.figure.Figure:
@@ -179,14 +196,22 @@ def config_of(dataset: xarray.Dataset) -> SimpleNamespace:
 
 def rows(array: xarray.DataArray, axis: str) -> dict[str, np.ndarray]:
     """Return the arrays along an axis by coordinate, without arrays of NaN alone."""
-    known = {str(name): array.sel({axis: name}).values for name in array[axis].values}
-    return {name: values for name, values in known.items() if not np.isnan(values).all()}
+    row_of_name = {}
+    for name in array[axis].values:
+        row = array.sel({axis: name}).values
+        if not np.isnan(row).all():
+            row_of_name[str(name)] = row
+    return row_of_name
 
 
 def padded(arrays: Sequence[np.ndarray], fill: float | int = np.nan) -> np.ndarray:
-    """Return arrays of equal rank stacked along a new first axis, padded with `fill` to the largest sizes."""
+    """Return arrays of equal rank stacked along a new first axis.
+
+    They are padded with `fill` to the largest sizes.
+    """
     sizes = np.max([array.shape for array in arrays], 0)
     stacked = np.full((len(arrays), *sizes), fill, np.result_type(*arrays))
-    for place, array in zip(stacked, arrays, strict=True):
-        place[tuple(map(slice, array.shape))] = array
+    for padded_array, array in zip(stacked, arrays, strict=True):
+        corner = tuple(map(slice, array.shape))
+        padded_array[corner] = array
     return stacked

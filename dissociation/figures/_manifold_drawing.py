@@ -1,5 +1,8 @@
 """Scaling to the plane, drawing and texts of the figure `manifold`."""
 
+from itertools import product
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -33,18 +36,23 @@ def scaled(activity: Array, start: Array) -> Array:
     def distances(points: Array) -> Array:
         return jnp.sqrt(jnp.sum((points[:, None] - points[None]) ** 2, 2) + 1e-12)
 
-    count, wanted = len(activity), distances(activity)
+    count = len(activity)
+    targets = distances(activity)
 
     def step(_: Array, points: Array) -> Array:
-        ratio = wanted / distances(points)
-        return (jnp.sum(ratio, 1)[:, None] * points - ratio @ points) / count
+        ratio = targets / distances(points)
+        moved = jnp.sum(ratio, 1)[:, None] * points - ratio @ points
+        return moved / count
 
     return lax.fori_loop(0, 500, step, start)
 
 
 @drawing
 def draw(dataset: xarray.Dataset) -> Figure:
-    """Draw five rows of six panels: a walk, the hierarchy in two rows, similarities, and noise; 7 x 6.6 inches."""
+    """Draw five rows of six panels, 7 x 6.6 inches.
+
+    A walk, the hierarchy in two rows, similarities, and noise.
+    """
     figure, axes = plt.subplots(5, 6, figsize=(7, 6.6))
     for panel, name in zip(axes[0], QUANTITIES, strict=True):
         _walk(panel, dataset, name)
@@ -58,53 +66,55 @@ def draw(dataset: xarray.Dataset) -> Figure:
     _selected(axes[4, 3], dataset)
     for panel in axes[4, 4:]:
         panel.set_axis_off()
-    axes[4, 4].legend(*_handles(axes[4, 0], axes[4, 1]), loc="upper left", fontsize="x-small")
+    # Each label once: solutions bear the names of families.
+    handle_of_label = {}
+    for panel in axes[4, :2]:
+        handles, labels = panel.get_legend_handles_labels()
+        handle_of_label |= dict(zip(labels, handles, strict=True))
+    handles = list(handle_of_label.values())
+    axes[4, 4].legend(handles, list(handle_of_label), loc="upper left", fontsize="x-small")
     plotting.letter(*axes.ravel()[:28])
     return figure
 
 
-def _handles(*panels: Axes) -> tuple[list, list]:
-    """Return handles and labels of panels, each label once."""
-    found = {}
-    for panel in panels:
-        found |= dict(zip(*panel.get_legend_handles_labels()[::-1], strict=True))
-    return list(found.values()), list(found)
-
-
 def _walk(panel: Axes, dataset: xarray.Dataset, name: str) -> None:
-    """Draw the median over tasks and the quartiles: distances of RSMs have a heavy tail, which a mean follows."""
+    """Draw the median over tasks and the quartiles of one quantity along a walk."""
+    # Distances of RSMs have a heavy tail, which a mean follows.
     curves = np.maximum(dataset.moved.sel(quantities=name).values, SMALLEST)
     steps = np.arange(curves.shape[1])
     low, median, high = np.nanquantile(curves, (0.25, 0.5, 0.75), axis=0)
-    panel.plot(steps, median, color=plotting.color(0))
-    panel.fill_between(steps, low, high, color=plotting.color(0), alpha=0.2, linewidth=0)
-    panel.set(title=name, xlabel="step", ylim=(0, 1.1 * max(1.0, np.nanmax(high))))
-    if np.nanmax(high) < 0.01:
+    color = plotting.color(0)
+    panel.plot(steps, median, color=color)
+    panel.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+    highest = np.nanmax(high)
+    panel.set(title=name, xlabel="step", ylim=(0, 1.1 * max(1.0, highest)))
+    if highest < 0.01:
         panel.set(yscale="log", ylim=(SMALLEST / 2, 10))
 
 
 def _hierarchy(panels: np.ndarray, dataset: xarray.Dataset) -> None:
     """Draw tree, inputs, targets and activities in one row, products and scaling in the next."""
     _tree(panels[0], dataset.parents.values)
-    for panel, name, title in (
-        (panels[1], "leaves_x", "inputs"),
-        (panels[2], "leaves_y", "targets"),
-    ):
-        panel.imshow(dataset[name].values, aspect="auto", cmap="viridis", interpolation="nearest")
-        panel.set(title=title, xticks=[], yticks=[])
-    for place, solution in enumerate(dataset.planted.values):
-        one = dataset.sel(planted=solution)
-        title = "LSS, exchanged" if solution == "LSS" else solution
-        panels[3 + place].imshow(
-            one.activity.values, aspect="auto", cmap="coolwarm", interpolation="nearest"
-        )
-        panels[3 + place].set(title=title, xticks=[], yticks=[])
-        panels[6 + place].imshow(one.rsm.values, cmap="viridis", interpolation="nearest")
-        panels[6 + place].set(title=f"RSM, {solution}", xticks=[], yticks=[])
-        leaves = np.arange(len(one.mds))
-        panels[9 + place].scatter(*one.mds.values.T, c=leaves, cmap="viridis", s=6)
-        panels[9 + place].set(title=f"MDS, {solution}", xticks=[], yticks=[])
+    _show(panels[1], dataset.leaves_x, "inputs", aspect="auto")
+    _show(panels[2], dataset.leaves_y, "targets", aspect="auto")
+    by_solution = zip(dataset.planted.values, *panels[3:].reshape(3, 3), strict=True)
+    for name, activity_panel, rsm_panel, mds_panel in by_solution:
+        solution = dataset.sel(planted=name)
+        title = "LSS, exchanged" if name == "LSS" else name
+        _show(activity_panel, solution.activity, title, cmap="coolwarm", aspect="auto")
+        _show(rsm_panel, solution.rsm, f"RSM, {name}")
+        leaves = np.arange(len(solution.mds))
+        mds_panel.scatter(*solution.mds.values.T, c=leaves, cmap="viridis", s=6)
+        mds_panel.set(title=f"MDS, {name}", xticks=[], yticks=[])
     panels[3].set_ylabel("leaves")
+
+
+def _show(
+    panel: Axes, matrix: xarray.DataArray, title: str, cmap: str = "viridis", **options: Any
+) -> None:
+    """Draw a matrix as an image."""
+    panel.imshow(matrix.values, cmap=cmap, interpolation="nearest", **options)
+    panel.set(title=title, xticks=[], yticks=[])
 
 
 def _tree(panel: Axes, parents: np.ndarray) -> None:
@@ -116,54 +126,59 @@ def _tree(panel: Axes, parents: np.ndarray) -> None:
         ends = [node, parents[node]]
         panel.plot(position[ends], -level[ends], color="0.5", linewidth=0.6, zorder=1)
     panel.scatter(position, -level, c="0.3", s=4, zorder=2)
-    leaves = level == level[-1]
-    panel.scatter(
-        position[leaves], -level[leaves], c=position[leaves], cmap="viridis", s=6, zorder=3
-    )
+    is_leaf = level == level[-1]
+    leaves = position[is_leaf]
+    panel.scatter(leaves, -level[is_leaf], c=leaves, cmap="viridis", s=6, zorder=3)
     panel.set(title="hierarchy")
     panel.set_axis_off()
 
 
 def _similarity(panels: np.ndarray, dataset: xarray.Dataset) -> None:
+    """Draw the mean similarity of pairs of families by measure and scope."""
     means = dataset.similarity.mean(("tasks", "pair_steps"))
     names = dataset.families.values
-    pairs = [
-        (measure, scope) for measure in dataset.measures.values for scope in dataset.scopes.values
-    ]
+    ticks = range(len(names))
+    pairs = product(dataset.measures.values, dataset.scopes.values)
     for panel, (measure, scope) in zip(panels, pairs, strict=True):
-        values = means.sel(measures=measure, scopes=scope).values
-        plotting.heat(panel, values, [[f"{value:.2f}" for value in row] for row in values])
-        panel.set_xticks(range(len(names)), names, fontsize=4.5, rotation=45)
-        panel.set_yticks(
-            range(len(names)), names if panel is panels[0] else [""] * len(names), fontsize=4.5
-        )
+        matrix = means.sel(measures=measure, scopes=scope).values
+        labels = []
+        for row in matrix:
+            labels.append([f"{similarity:.2f}" for similarity in row])
+        plotting.heat(panel, matrix, labels)
+        panel.set_xticks(ticks, names, fontsize=4.5, rotation=45)
+        panel.set_yticks(ticks, [""] * len(names), fontsize=4.5)
         panel.set_title(f"{TITLES.get(measure, measure)},\n{scope}")
+    panels[0].set_yticks(ticks, names, fontsize=4.5)
 
 
 def _drift(panel: Axes, dataset: xarray.Dataset) -> None:
-    for place, name in enumerate(dataset.families.values):
+    """Draw the error of the first readout along walks in each family."""
+    for index, name in enumerate(dataset.families.values):
         curves = dataset.drift.sel(families=name).values
-        panel.plot(curves.mean(0), label=name, **plotting.look(place))
+        panel.plot(curves.mean(0), label=name, **plotting.look(index))
     panel.set(xlabel="step", ylabel="relative error", title="first readout")
 
 
-def _noise(panel: Axes, one: xarray.Dataset) -> None:
+def _noise(panel: Axes, dataset: xarray.Dataset) -> None:
+    """Draw simulated over expected losses of all solutions under one source of noise."""
     panel.axhline(1, color="black", linewidth=0.5)
-    scales = one.scales.values
-    for place, name in enumerate(one.solutions.values):
-        known = one.sel(solutions=name)
-        ratio, bar = (known.simulated / known.theory).values, (known.error / known.theory).values
-        shifted = scales * 1.04 ** (place - 3)
+    for index, name in enumerate(dataset.solutions.values):
+        losses = dataset.sel(solutions=name)
+        ratio = (losses.simulated / losses.theory).values
+        bar = (losses.error / losses.theory).values
+        shifted_scales = dataset.scales.values * 1.04 ** (index - 3)
         panel.errorbar(
-            shifted, ratio, bar, fmt=plotting.MARKERS[place], color=plotting.color(place), markersize=1.8,
-            linewidth=0.5, label=name,
+            shifted_scales, ratio, bar, fmt=plotting.MARKERS[index], color=plotting.color(index),
+            markersize=1.8, linewidth=0.5, label=name,
         )  # fmt: skip
-    panel.set(xscale="log", xlabel="standard deviation", title=f"noise on {one.sources.values}")
+    title = f"noise on {dataset.sources.values}"
+    panel.set(xscale="log", xlabel="standard deviation", title=title)
 
 
 def _selected(panel: Axes, dataset: xarray.Dataset) -> None:
-    for place, name in enumerate(dataset.minimal.values, 2):
-        look = plotting.look(place)
+    """Draw the similarity of the minimiser under both noises to the minimal families."""
+    for index, name in enumerate(dataset.minimal.values, 2):
+        look = plotting.look(index)
         panel.plot(dataset.noise_scales, dataset.selected.sel(minimal=name), label=name, **look)
     panel.set(xscale="log", xlabel="input noise", ylabel="RSA", title="least under both")
 
@@ -175,7 +190,8 @@ def z_scores(dataset: xarray.Dataset) -> np.ndarray:
 
 def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
-    config, scores = config_of(dataset), z_scores(dataset)
+    config = config_of(dataset)
+    scores = z_scores(dataset)
     tasks = f"{config.num_tasks} tasks"
     return (
         f"Two-layer linear networks with {config.hidden} hidden units that solve random tasks of "
@@ -215,34 +231,26 @@ def headline(dataset: xarray.Dataset) -> str:
 
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
-    """Return a header and a row per pair of families; then the noise and the largest movement of the function."""
-    shown = [
-        [
-            "families",
-            *(
-                f"{measure}, {scope}"
-                for measure in dataset.measures.values
-                for scope in dataset.scopes.values
-            ),
-        ]
-    ]
-    for name in dataset.families.values:
-        for other in dataset.other_families.values:
-            one = dataset.similarity.sel(families=name, other_families=other)
-            shown.append(
-                [
-                    f"{name}, {other}",
-                    *(cell(values.ravel(), 3) for part in one.values for values in part),
-                ]
-            )
-    scores, still = z_scores(dataset), dataset.moved.sel(quantities=["predictions", "loss"])
+    """Return a header and a row per pair of families.
+
+    The last rows hold the noise and the largest movement of the function.
+    """
+    columns = list(product(dataset.measures.values, dataset.scopes.values))
+    header = ["families", *(f"{measure}, {scope}" for measure, scope in columns)]
+    rows = [header]
+    for first, second in product(dataset.families.values, dataset.other_families.values):
+        similarity = dataset.similarity.sel(families=first, other_families=second)
+        row = [f"{first}, {second}"]
+        for measure, scope in columns:
+            values = similarity.sel(measures=measure, scopes=scope).values
+            row.append(cell(values.ravel(), 3))
+        rows.append(row)
+
+    blank = [""] * (len(header) - 2)
+    scores = z_scores(dataset)
     numbers = f"largest |z| {np.abs(scores).max():.2f}, mean z^2 {np.mean(scores**2):.2f}"
-    shown.append(["noise, simulated over theory", numbers, *[""] * (len(shown[0]) - 2)])
-    shown.append(
-        [
-            "largest change of predictions, loss",
-            f"{float(still.max()):.0e}",
-            *[""] * (len(shown[0]) - 2),
-        ]
-    )
-    return shown
+    rows.append(["noise, simulated over theory", numbers, *blank])
+    function = dataset.moved.sel(quantities=["predictions", "loss"])
+    change = f"{float(function.max()):.0e}"
+    rows.append(["largest change of predictions, loss", change, *blank])
+    return rows

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import equinox as eqx
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     DataName = str
     ModelName = str
 else:
-    _HELP = f"Data set: {', or '.join(shown for shown, _ in SOURCES.values())}."
+    _HELP = f"Data set: {', or '.join(title for title, _ in SOURCES.values())}."
     DataName = Annotated[Literal[NAMES], tyro.conf.arg(help=_HELP)]
     ModelName = Annotated[
         Literal[NETWORKS], tyro.conf.arg(help="Architecture; see `recipes.fit_classifiers`.")
@@ -46,7 +45,10 @@ MAX_WEIGHTS = 2**28
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig(Settings):
-    """Base of settings with a dataset. Subclasses add `num_test` and the field named by `LOADED`."""
+    """Base of settings with a dataset.
+
+    Subclasses add `num_test` and the field named by `LOADED`.
+    """
 
     LOADED: ClassVar[str] = "num_train"
     """Name of the field with the number of training images to load."""
@@ -55,8 +57,10 @@ class DataConfig(Settings):
     """Data set, by its name in `_datasets.SOURCES`."""
 
     def __post_init__(self):
-        given = [name for name in (self.LOADED, "num_test") if getattr(self, name) is not None]
-        self.check(data=NAMES, **dict.fromkeys(given, 1))
+        self.check(data=NAMES)
+        for name in (self.LOADED, "num_test"):
+            if getattr(self, name) is not None:
+                self.check(**{name: 1})
 
     def check_data(self, data: Dataset) -> None:
         """Raise if a setting does not fit the dataset."""
@@ -83,8 +87,9 @@ class Config(DataConfig):
     def __post_init__(self: Any):
         super().__post_init__()
         self.check(model=NETWORKS, num_seeds=1, width=2, num_epochs=0, scale_factor=FACTORS)
-        most = MAX_WEIGHTS // self.width
-        self.check(num_zero=(0, most), duplicate_multiplier=(1.0, max(1.0, most / self.width)))
+        max_neurons = MAX_WEIGHTS // self.width
+        max_multiplier = max(1.0, max_neurons / self.width)
+        self.check(num_zero=(0, max_neurons), duplicate_multiplier=(1.0, max_multiplier))
 
     def check_data(self, data: Dataset) -> None:
         """Raise if there are fewer test images than `num_samples`."""
@@ -103,10 +108,12 @@ class Config(DataConfig):
             key=key,
             dataset=data,
             network=self.model,
+            num_epochs=self.num_epochs,
+            num_seeds=self.num_seeds,
+            width=self.width,
             progress=cache.progress,
             checkpoint=cache.path("training.ckpt"),
             observe=observe,
-            **{name: getattr(self, name) for name in ("num_epochs", "num_seeds", "width")},
         )
         cache.seconds["training"] = trained.seconds
         alive = check_some_left(trained.diverged_at)
@@ -118,10 +125,8 @@ class Config(DataConfig):
 
     def rewrites(self: Any, group: NeuronGroup) -> dict[str, Callable[[Any, Array], Any]]:
         """Return functions of a network and a key by the name of the variant."""
-        scaled, duplicated = (
-            scale(group, self.scale_factor),
-            duplicate(group, self.duplicate_multiplier),
-        )
+        scaled = scale(group, self.scale_factor)
+        duplicated = duplicate(group, self.duplicate_multiplier)
         return {
             "trained": lambda model, key: model,
             "scaled": lambda model, key: scaled(model),
@@ -132,8 +137,9 @@ class Config(DataConfig):
 
 def source(config: Any, data: Dataset | None = None) -> Dataset:
     """Return the dataset of a configuration, or `data`, after checks."""
-    sizes = {"num_train": getattr(config, config.LOADED), "num_test": config.num_test}
-    data = load(config.data, **sizes) if data is None else data
+    if data is None:
+        num_train = getattr(config, config.LOADED)
+        data = load(config.data, num_train=num_train, num_test=config.num_test)
     config.check_data(data)
     return data
 
@@ -156,20 +162,18 @@ def data_line(dataset: xarray.Dataset) -> str:
 def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data of a figure and the networks that diverged."""
     config = config_of(dataset)
-    gone = named_diverged(
-        [f"seed {i}" for i in range(config.num_seeds)], dataset.diverged_at.values
-    )
-    return f"{data_line(dataset)}, {config.num_seeds} seeds, {config.num_epochs} epochs{gone}"
+    names = [f"seed {i}" for i in range(config.num_seeds)]
+    diverged = named_diverged(names, dataset.diverged_at.values)
+    return f"{data_line(dataset)}, {config.num_seeds} seeds, {config.num_epochs} epochs{diverged}"
 
 
 def rewritten_group(models: Any, example: Array | np.ndarray) -> NeuronGroup:
     """Return the last group of neurons of stacked models that can be scaled and widened."""
-    groups = neuron_groups(take(models, 0), jnp.asarray(example))
-    return [
-        group
-        for group in groups.values()
-        if group.scaling is not None and group.sharing is not None
-    ][-1]
+    candidates = []
+    for group in neuron_groups(take(models, 0), jnp.asarray(example)).values():
+        if group.scaling is not None and group.sharing is not None:
+            candidates.append(group)
+    return candidates[-1]
 
 
 class Trained(NamedTuple):
@@ -188,22 +192,18 @@ class Trained(NamedTuple):
         coords: Mapping[str, Any],
         **alive: np.ndarray,
     ) -> xarray.Dataset:
-        """Return a dataset of variables, NaN for diverged seeds, with test errors along training and `diverged_at`.
+        """Return a dataset of variables, test errors along training, and `diverged_at`.
 
-        `alive` holds True for what did not diverge along other axes than those of seeds.
+        Variables are NaN for diverged seeds. `alive` is True for the members that did not diverge
+        along other axes than those of seeds.
         """
-        kept = without_diverged(variables, seeds=self.alive, other_seeds=self.alive, **alive)
-        shared = {
-            "test_error": (("seeds", "epochs"), self.test_error),
-            "diverged_at": ("seeds", self.diverged_at),
-        }
-        counted = {
-            name: np.arange(size)
-            for name, size in zip(("seeds", "epochs"), self.test_error.shape, strict=True)
-        }
-        return xarray.Dataset(
-            {**kept, **shared}, {**coords, **counted}, {"data": json.dumps(described(data))}
-        )
+        masked = without_diverged(variables, seeds=self.alive, other_seeds=self.alive, **alive)
+        masked["test_error"] = (("seeds", "epochs"), self.test_error)
+        masked["diverged_at"] = ("seeds", self.diverged_at)
+        num_seeds, num_epochs = self.test_error.shape
+        counts = {"seeds": np.arange(num_seeds), "epochs": np.arange(num_epochs)}
+        attributes = {"data": json.dumps(described(data))}
+        return xarray.Dataset(masked, {**coords, **counts}, attributes)
 
 
 def measure_members(
@@ -221,13 +221,10 @@ def measure_members(
     """
     # Two programs, so that rewrites that keep shapes share the second one, which takes longer to
     # compile.
-    stacked = models, _rewritten(rewrite, models, rewrite_keys), measure_keys
-    run = (
-        bmap(measure, batch_size=1, loop="scan")
-        if per_batch() == 1
-        else partial(_measured, measure)
-    )
-    return run(*stacked)
+    rewritten = _rewritten(rewrite, models, rewrite_keys)
+    if per_batch() == 1:
+        return bmap(measure, batch_size=1, loop="scan")(models, rewritten, measure_keys)
+    return _measured(measure, models, rewritten, measure_keys)
 
 
 @eqx.filter_jit
@@ -243,37 +240,31 @@ def _measured(measure: Any, *stacked: Any) -> Any:
 def certify_members(
     images: Array, labels: Array, model: Any, rewritten: Any, key: Array
 ) -> dict[str, Array]:
-    """Return the certificate on `images`, and the rewritten network's error on them, `clean_error`."""
-    error = input_noise_error(
-        rewritten, images, labels, jnp.zeros(1), noise=jnp.zeros_like(images)
-    )[0]
-    return {**certify(model, rewritten, images)._asdict(), "clean_error": error}
+    """Return the certificate on `images`, and the rewritten network's error `clean_error`."""
+    noise = jnp.zeros_like(images)
+    errors = input_noise_error(rewritten, images, labels, jnp.zeros(1), noise=noise)
+    certificate = certify(model, rewritten, images)
+    return {**certificate._asdict(), "clean_error": errors[0]}
 
 
 def certified(
-    found: Mapping[str, dict[str, np.ndarray]],
+    arrays: Mapping[str, dict[str, np.ndarray]],
     variants: Iterable[str],
     alive: Bool[np.ndarray, " seeds"],
 ) -> dict[str, Any]:
-    """Return variables by variant: `clean_error` of each seed, and one `Certificate` of all seeds that did not diverge.
+    """Return variables by variant: `clean_error` of each seed, and one `Certificate`.
 
-    Its changes are the largest, NaN if one is NaN; its numbers of predictions and inputs are sums.
+    The certificate is of all seeds that did not diverge. Its changes are the largest, NaN if one is
+    NaN; its numbers of predictions and inputs are sums.
     """
-    parts = [found[f"{name}_certificate"] for name in variants]
-    worst = {
-        name: (
-            "variants",
-            [
-                float((np.max if name.startswith("max") else np.sum)(part[name][alive]))
-                for part in parts
-            ],
-        )
-        for name in Certificate._fields
-    }
-    return {
-        "clean_error": (("variants", "seeds"), np.stack([part["clean_error"] for part in parts])),
-        **worst,
-    }
+    certificates = [arrays[f"{name}_certificate"] for name in variants]
+    errors = np.stack([certificate["clean_error"] for certificate in certificates])
+    variables: dict[str, Any] = {"clean_error": (("variants", "seeds"), errors)}
+    for name in Certificate._fields:
+        pool = np.max if name.startswith("max") else np.sum
+        pooled = [float(pool(certificate[name][alive])) for certificate in certificates]
+        variables[name] = ("variants", pooled)
+    return variables
 
 
 def represent(images: Array, model: Any, rewritten: Any, key: Array) -> Array:

@@ -20,11 +20,15 @@ BATCH = 1000
 def moved_weights(
     architecture: str, models: Any, group: NeuronGroup, images: np.ndarray
 ) -> LayerInputs:
-    """Return the weights to move, those of a perceptron's first layer, else the group's incoming weights."""
-    made = next(slot.path for slot in group.slots if not slot.outgoing and len(slot.shape) > 1)
-    return layer_inputs(
-        take(models, 0), images, ".layers[0].weight" if architecture == "mlp" else made
-    )
+    """Return the weights to move.
+
+    They are those of a perceptron's first layer, else the group's incoming weights.
+    """
+    model = take(models, 0)
+    if architecture == "mlp":
+        return layer_inputs(model, images, ".layers[0].weight")
+    incoming = [slot for slot in group.slots if not slot.outgoing and len(slot.shape) > 1]
+    return layer_inputs(model, images, incoming[0].path)
 
 
 def null_spaces(
@@ -35,7 +39,7 @@ def null_spaces(
     num_members: int,
     published: Array | np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """Return null spaces of layer inputs in float64: `basis`, `dimension`, `rank` and the singular values at the cut.
+    """Return null spaces of layer inputs in float64, and the singular values at the cut.
 
     `basis` is [1 or members, dimension, features], padded with zeros. Images have one exact null
     space. Hidden layers are rounded, so singular values below 1e-6 of the largest count as zero,
@@ -45,33 +49,46 @@ def null_spaces(
     if architecture == "mlp":
         spectra = [null_spectrum(images)]
     else:
-        spectra = [
-            null_spectrum(_rows(take(models, index), images, path), 1e-6)
-            for index in range(num_members)
-        ]
-    dimension = max(len(one.basis) for one in spectra)
-    cut = [
-        one.singular_values[one.rank] if one.rank < len(one.singular_values) else 0.0
-        for one in spectra
-    ]
-    found = {
-        "basis": np.stack(
-            [np.pad(one.basis, ((0, dimension - len(one.basis)), (0, 0))) for one in spectra]
-        ),
-        "dimension": min(len(one.basis) for one in spectra),
-        "rank": max(one.rank for one in spectra),
-        "smallest_kept": min(one.singular_values[one.rank - 1] for one in spectra),
-        "largest_cut": max(cut),
+        spectra = []
+        for index in range(num_members):
+            rows = _rows(take(models, index), images, path)
+            spectra.append(null_spectrum(rows, 1e-6))
+
+    ranks = []
+    dimensions = []
+    smallest_kept = []
+    largest_cut = [0.0]
+    for spectrum in spectra:
+        rank = spectrum.rank
+        singular_values = spectrum.singular_values
+        ranks.append(rank)
+        dimensions.append(len(spectrum.basis))
+        smallest_kept.append(singular_values[rank - 1])
+        if rank < len(singular_values):
+            largest_cut.append(singular_values[rank])
+    bases = []
+    for spectrum, dimension in zip(spectra, dimensions, strict=True):
+        padding = (0, max(dimensions) - dimension)
+        bases.append(np.pad(spectrum.basis, (padding, (0, 0))))
+    measures = {
+        "basis": np.stack(bases),
+        "dimension": min(dimensions),
+        "rank": max(ranks),
+        "smallest_kept": min(smallest_kept),
+        "largest_cut": max(largest_cut),
     }
     if published is not None:
         rtol = len(published) * float(np.finfo(np.float32).eps)
-        found["published_basis"] = null_spectrum(published, rtol).basis
-    return found
+        measures["published_basis"] = null_spectrum(published, rtol).basis
+    return measures
 
 
 def _rows(model: Any, images: np.ndarray, path: str) -> np.ndarray:
-    parts = [images[start : start + BATCH] for start in range(0, len(images), BATCH)]
-    return np.concatenate([np.asarray(_rows_of_batch(model, part, path)) for part in parts])
+    batches = []
+    for start in range(0, len(images), BATCH):
+        rows = _rows_of_batch(model, images[start : start + BATCH], path)
+        batches.append(np.asarray(rows))
+    return np.concatenate(batches)
 
 
 @eqx.filter_jit
@@ -82,9 +99,9 @@ def _rows_of_batch(model: Any, images: Array | np.ndarray, path: str) -> Array:
 def null_perturbed(weights: LayerInputs, std: float) -> Callable[[Any, tuple[Array, Array]], Any]:
     """Return a rewrite of a network, a key and a basis, orthonormal rows [dimension, features]."""
 
-    def moved(model: Any, given: tuple[Array, Array]) -> Any:
-        key, basis = given
+    def rewrite(model: Any, key_and_basis: tuple[Array, Array]) -> Any:
+        key, basis = key_and_basis
         space = NullSpace(weights.path, weights.axes, len(weights.shape), basis)
         return null_perturb(space, std, key=key)(model)
 
-    return moved
+    return rewrite

@@ -1,5 +1,7 @@
 """Drawing and texts of the figure `planted`."""
 
+from itertools import product
+
 import matplotlib.pyplot as plt
 import numpy as np
 import xarray
@@ -10,15 +12,20 @@ from dissociation.figures._harness import config_of, drawing
 from dissociation.figures._members import data_line
 from dissociation.plotting import _axes as plotting
 
-ACTIVITY, PRODUCTS = "gray", "viridis"
+ACTIVITY = "gray"
+PRODUCTS = "viridis"
 
 
 @drawing
 def draw(dataset: xarray.Dataset) -> Figure:
-    """Draw four rows of five panels: an image on few inputs, on more, patterns of RSMs, and marks; 7 x 6 inches."""
+    """Draw four rows of five panels, 7 x 6 inches.
+
+    An image on few inputs, an image on more, patterns of RSMs, and marks.
+    """
     figure, axes = plt.subplots(4, 5, figsize=(7, 6))
-    for row, (prefix, extent) in enumerate(zip(("", "more_"), dataset.extents.values, strict=True)):
-        _planted(axes[row], dataset, prefix, extent)
+    few_inputs, more_inputs = dataset.extents.values
+    _planted(axes[0], dataset, "", few_inputs)
+    _planted(axes[1], dataset, "more_", more_inputs)
     _along(axes[0, 4], dataset, "along", "correlation")
     _along(axes[1, 4], dataset, "changed", "changed predictions")
     axes[0, 4].legend(fontsize="x-small")
@@ -34,9 +41,15 @@ def _show(
     panel: Axes, values: np.ndarray, title: str, colours: str = ACTIVITY, *, square: bool = False
 ) -> None:
     """Show a matrix from its smallest entry to its 99th percentile."""
-    low, high = float(np.min(values)), float(np.percentile(values, 99))
-    high = high if high > low else low + 1
-    aspect, interpolation = ("equal", "nearest") if square else ("auto", "antialiased")
+    low = float(np.min(values))
+    high = float(np.percentile(values, 99))
+    if not high > low:
+        high = low + 1
+    aspect = "auto"
+    interpolation = "antialiased"
+    if square:
+        aspect = "equal"
+        interpolation = "nearest"
     panel.imshow(
         values, cmap=colours, vmin=low, vmax=high, aspect=aspect, interpolation=interpolation
     )
@@ -44,54 +57,60 @@ def _show(
 
 
 def _planted(panels: np.ndarray, dataset: xarray.Dataset, prefix: str, extent: str) -> None:
-    image, activity = dataset[f"{prefix}image"].values, dataset[f"{prefix}activity"]
+    """Draw an image and the activity of all stages."""
+    image = dataset[f"{prefix}image"].values
+    activity = dataset[f"{prefix}activity"]
     _show(panels[0], image, "image")
     panels[0].set(ylabel=f"{len(image)} inputs", xlabel=f"{image.shape[1]} neurons")
-    for panel, stage in zip(panels[1:4], dataset.stages.values, strict=True):
-        value = float(dataset.correlation.sel(extents=extent, stages=stage))
-        title = "best" if stage == dataset.stages.values[-1] else stage
-        _show(panel, activity.sel(stages=stage).values, f"{title}, {value:.2f}")
+    titles = [*dataset.stages.values[:-1], "best"]
+    for panel, stage, title in zip(panels[1:4], dataset.stages.values, titles, strict=True):
+        correlation = float(dataset.correlation.sel(extents=extent, stages=stage))
+        _show(panel, activity.sel(stages=stage).values, f"{title}, {correlation:.2f}")
 
 
 def _along(panel: Axes, dataset: xarray.Dataset, name: str, label: str) -> None:
-    sizes = len(dataset.shown), len(dataset.more_shown)
-    for place, (values, size) in enumerate(zip(dataset[name].values, sizes, strict=True)):
-        panel.plot(dataset.passes, values, label=f"{size} inputs", **plotting.look(place))
+    """Draw numbers along passes for both extents."""
+    sizes = (len(dataset.shown), len(dataset.more_shown))
+    for index, size in enumerate(sizes):
+        curve = dataset[name].values[index]
+        panel.plot(dataset.passes, curve, label=f"{size} inputs", **plotting.look(index))
     panel.set(xlabel="pass", ylabel=label)
 
 
 def _rsms(panels: np.ndarray, dataset: xarray.Dataset) -> None:
-    _show(
-        panels[0], dataset.rsm.sel(versions="trained")[0].values, "trained", PRODUCTS, square=True
-    )
+    """Draw the RSM of the trained network, and two patterns, wanted and planted."""
+    trained = dataset.rsm.sel(versions="trained")[0]
+    _show(panels[0], trained.values, "trained", PRODUCTS, square=True)
     panels[0].set_ylabel("RSM")
-    order = [
-        (pattern, version)
-        for pattern in dataset.patterns.values
-        for version in ("wanted", "planted")
-    ]
-    for panel, (pattern, version) in zip(panels[1:], order, strict=True):
-        one = dataset.sel(patterns=pattern, versions=version)
-        title = pattern if version == "wanted" else f"planted, {float(one.agreement):.4f}"
-        _show(panel, one.rsm.values, title, PRODUCTS, square=True)
+    versions = product(dataset.patterns.values, ("wanted", "planted"))
+    for panel, (pattern, version) in zip(panels[1:], versions, strict=True):
+        planting = dataset.sel(patterns=pattern, versions=version)
+        title = pattern
+        if version == "planted":
+            title = f"planted, {float(planting.agreement):.4f}"
+        _show(panel, planting.rsm.values, title, PRODUCTS, square=True)
 
 
 def _marks(panels: np.ndarray, dataset: xarray.Dataset) -> None:
+    """Draw activities with marks, and RDMs without and with them."""
     for panel, name in zip(panels, dataset.marks.values, strict=False):
-        value = float(dataset.mark_correlation.sel(marks=name))
-        _show(panel, dataset[name].values, f"{name}, {value:.3f}")
-        panel.set_xlabel(f"{dataset[name].shape[1]} neurons")
+        activity = dataset[name].values
+        correlation = float(dataset.mark_correlation.sel(marks=name))
+        _show(panel, activity, f"{name}, {correlation:.3f}")
+        panel.set_xlabel(f"{activity.shape[1]} neurons")
     for panel, state in zip(panels[2:], dataset.states.values, strict=True):
         _show(panel, dataset.rdm.sel(states=state).values, f"RDM, {state}", PRODUCTS, square=True)
 
 
 def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
-    config, correlation = config_of(dataset), dataset.correlation.values
+    config = config_of(dataset)
     images = int(dataset.num_inputs[0])
-    numbers = [f"{before:.2f}, {after:.2f} and {best:.2f}" for before, after, best in correlation]
-    changed = [int(value) for value in dataset.changed_predictions.values[:2]]
-    kept = float(dataset.max_rel_change.values[2:].max())
+    numbers = []
+    for before, after, best in dataset.correlation.values:
+        numbers.append(f"{before:.2f}, {after:.2f} and {best:.2f}")
+    changed = [int(number) for number in dataset.changed_predictions.values[:2]]
+    logit_change = float(dataset.max_rel_change.values[2:].max())
     return (
         f"One network with {config.width} hidden units. (a to d) Activity of the first "
         f"{len(dataset.shown)} training "
@@ -111,22 +130,23 @@ def caption(dataset: xarray.Dataset) -> str:
         "ones are scaled by "
         f"{config.gain:g}. (r to t) 1 minus correlation of activities before and with these "
         "neurons. From k on, no "
-        f"logit changes by more than {kept:.0e} of the largest."
+        f"logit changes by more than {logit_change:.0e} of the largest."
     )
 
 
 def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data and the size of the run."""
     error = 100 * float(dataset.train_error)
-    return (
-        f"{data_line(dataset)}, {config_of(dataset).width} hidden units, training error "
-        f"{error:.2g} %"
-    )
+    width = config_of(dataset).width
+    return f"{data_line(dataset)}, {width} hidden units, training error {error:.2g} %"
 
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
-    """Return a header and a row per planting: similarity to what is planted, before, after, best; and certificate."""
-    shown = [
+    """Return a header and a row per planting.
+
+    Columns are the similarity to the planted pattern before, after and at best, and certificates.
+    """
+    rows = [
         [
             "planted",
             "trained",
@@ -137,17 +157,17 @@ def table(dataset: xarray.Dataset) -> list[list[str]]:
             "relative",
         ]
     ]
-    nothing = np.full(2, np.nan)  # as many patterns as marks
-    three = np.concatenate([
-        dataset.correlation.values,
-        np.stack([*dataset.agreement.sel(versions=["trained", "planted"]).values.T, nothing], 1),
-        np.stack([nothing, dataset.mark_correlation.values, dataset.mark_optimum.values], 1),
-    ])  # fmt: skip
-    for place, name in enumerate(dataset.plantings.values):
-        one = dataset.isel(plantings=place)
-        numbers = ["" if np.isnan(value) else f"{value:.4f}" for value in three[place]]
-        changed = f"{int(one.changed_predictions)} of {int(one.num_inputs)}"
-        changes = [f"{float(value):.0e}" for value in (one.max_abs_change, one.max_rel_change)]
+    missing = np.full(2, np.nan)  # as many patterns as marks
+    agreement = dataset.agreement.sel(versions=["trained", "planted"]).values
+    of_patterns = np.stack([*agreement.T, missing], 1)
+    of_marks = np.stack([missing, dataset.mark_correlation.values, dataset.mark_optimum.values], 1)
+    similarities = np.concatenate([dataset.correlation.values, of_patterns, of_marks])
+    for index, name in enumerate(dataset.plantings.values):
+        planting = dataset.isel(plantings=index)
+        numbers = ["" if np.isnan(number) else f"{number:.4f}" for number in similarities[index]]
+        changed = f"{int(planting.changed_predictions)} of {int(planting.num_inputs)}"
+        logit_change = f"{float(planting.max_abs_change):.0e}"
+        relative_change = f"{float(planting.max_rel_change):.0e}"
         title = f"image, {name}" if name in dataset.extents.values else str(name)
-        shown.append([title, *numbers, changed, *changes])
-    return shown
+        rows.append([title, *numbers, changed, logit_change, relative_change])
+    return rows

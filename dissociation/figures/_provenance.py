@@ -23,7 +23,8 @@ try:
 except ImportError:  # not on Windows
     resource = None
 
-RECORD, LOG = "run.json", "log.txt"
+RECORD = "run.json"
+LOG = "log.txt"
 
 PACKAGES = ("dissociation", "jax", "jaxlib", "equinox", "optax", "numpy")
 
@@ -32,18 +33,20 @@ SWITCHES = ("jax_enable_x64", "jax_default_matmul_precision", "jax_num_cpu_devic
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, devices, switches of JAX and XLA, the machine, and the commit of a checkout, for JSON."""
-    found = {
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in PACKAGES},
-        "devices": [str(device) for device in jax.devices()],
-        "kind of device": jax.devices()[0].device_kind,
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        **{name: jax.config.values[name] for name in SWITCHES if name in jax.config.values},
-        "machine": f"{platform.platform()}, {os.cpu_count()} processors",
-        "commit": commit(),
-    }
-    return {name: value for name, value in found.items() if value not in ("", None)}
+    """Return versions, devices, switches of JAX and XLA, machine, and commit, for JSON."""
+    facts = {}
+    facts["python"] = platform.python_version()
+    for name in PACKAGES:
+        facts[name] = metadata.version(name)
+    devices = jax.devices()
+    facts["devices"] = [str(device) for device in devices]
+    facts["kind of device"] = devices[0].device_kind
+    facts["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
+    for name in SWITCHES:
+        facts[name] = jax.config.values.get(name)
+    facts["machine"] = f"{platform.platform()}, {os.cpu_count()} processors"
+    facts["commit"] = commit()
+    return {name: fact for name, fact in facts.items() if fact not in ("", None)}
 
 
 def commit() -> str | None:
@@ -53,24 +56,23 @@ def commit() -> str | None:
         return None
     words = ["git", "-C", str(top), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with suppress(OSError, subprocess.SubprocessError):
-        return (
-            subprocess.run(
-                words, capture_output=True, text=True, timeout=10, check=True
-            ).stdout.strip()
-            or None
-        )
+        process = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+        return process.stdout.strip() or None
 
 
 def peak_memory() -> dict[str, int]:
     """Return this process' peak memory in bytes, on the host and on devices that report it."""
-    found = {}
+    peak_of_place = {}
     if resource is not None:
-        scale = 1 if sys.platform == "darwin" else 1024
-        found["host"] = scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unit = 1 if sys.platform == "darwin" else 1024
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        peak_of_place["host"] = unit * usage.ru_maxrss
     for device in jax.local_devices():
-        if peak := (device.memory_stats() or {}).get("peak_bytes_in_use"):
-            found[str(device)] = peak
-    return found
+        statistics = device.memory_stats() or {}
+        peak = statistics.get("peak_bytes_in_use")
+        if peak:
+            peak_of_place[str(device)] = peak
+    return peak_of_place
 
 
 @contextmanager
@@ -81,30 +83,34 @@ def recorded(
     record = {"command": shlex.join(command), "began": _now(), **facts}
     began = time.perf_counter()
 
-    def write(status: str, **more: Any) -> None:
-        now = {"status": status, **record, "seconds": round(time.perf_counter() - began, 1), **more}
-        write_bytes(Path(folder) / RECORD, (json.dumps(now, indent=2, default=str) + "\n").encode())
+    def write(status: str, **outcome: Any) -> None:
+        seconds = round(time.perf_counter() - began, 1)
+        document = {"status": status, **record, "seconds": seconds, **outcome}
+        text = json.dumps(document, indent=2, default=str) + "\n"
+        write_bytes(Path(folder) / RECORD, text.encode())
 
     write("running")
     handler = logging.FileHandler(Path(folder) / LOG)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     handler.handleError = lambda record: None  # a full disk is reported by the run itself
     loggers = [logging.getLogger(name) for name in ("dissociation", "koopman", "py.warnings")]
+    package_logger = loggers[0]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)
-    loggers[0].info("began: %s", record["command"])
+    package_logger.info("began: %s", record["command"])
     try:
         yield
     except BaseException as error:
         status = "stopped" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
-        loggers[0].info("%s: %s: %s", status, type(error).__name__, error)
+        message = f"{type(error).__name__}: {error}"
+        package_logger.info("%s: %s", status, message)
         with suppress(OSError):  # the disk may be the cause
-            write(status, ended=_now(), error=f"{type(error).__name__}: {error}"[:500])
+            write(status, ended=_now(), error=message[:500])
         raise
     else:
-        loggers[0].info("done")
+        package_logger.info("done")
         write("done", ended=_now())
     finally:
         for logger, level in zip(loggers, levels, strict=True):

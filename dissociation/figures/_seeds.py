@@ -25,7 +25,7 @@ def check_some_left(
     """
     alive = np.asarray(diverged_at) < 0
     if not alive.any():
-        steps = ", ".join(str(step) for step in diverged_at)
+        steps = ", ".join(map(str, diverged_at))
         raise WrongValue(
             f"All {len(alive)} {what} diverged, at step {steps}: there is nothing to measure."
         )
@@ -36,26 +36,27 @@ def stand_ins(models: Any, alive: Bool[np.ndarray, " members"]) -> Any:
     """Return stacked models, with diverged ones replaced by the first that did not diverge."""
     # Decompositions of numbers that are not finite may raise or never return. `without_diverged`
     # makes the results NaN.
-    return (
-        models
-        if alive.all()
-        else take(models, np.where(alive, np.arange(len(alive)), int(np.argmax(alive))))
-    )
+    if alive.all():
+        return models
+    first_alive = int(np.argmax(alive))
+    index = np.where(alive, np.arange(len(alive)), first_alive)
+    return take(models, index)
 
 
 def without_diverged(
     variables: Mapping[str, Any], **alive: Bool[np.ndarray, "_"]
 ) -> dict[str, Any]:
-    """Return variables of a dataset with NaN for diverged members, along the axes that `alive` names."""
-    found = {}
-    for name, (dims, values, *attrs) in variables.items():
+    """Return variables of a dataset with NaN for diverged members, along the axes in `alive`."""
+    masked = {}
+    for name, (dims, values, *attributes) in variables.items():
         axes = [dims] if isinstance(dims, str) else dims
-        for place, axis in enumerate(axes):
+        for index, axis in enumerate(axes):
             if axis in alive and not alive[axis].all():
-                kept = alive[axis].reshape(-1, *(1,) * (len(axes) - place - 1))
-                values = np.where(kept, values, np.nan)
-        found[name] = (dims, values, *attrs)
-    return found
+                num_later_axes = len(axes) - index - 1
+                mask = alive[axis].reshape(-1, *(1,) * num_later_axes)
+                values = np.where(mask, values, np.nan)
+        masked[name] = (dims, values, *attributes)
+    return masked
 
 
 def cell(
@@ -65,7 +66,9 @@ def cell(
     factor: float | int = 1,
     unit: str = "",
 ) -> str:
-    """Return mean and standard deviation over members for a table, and the number of members if some are missing.
+    """Return mean and standard deviation over members for a table.
+
+    If some members are missing, the number of members follows.
 
     Args:
         values: One number per member; NaN for a diverged member.
@@ -80,8 +83,13 @@ def cell(
     mean, deviation, count = summarise(factor * np.asarray(values, float))
     if not count:
         return f"none of {len(values)}"
-    shown = f"{mean:.{places}f}" + (f" ± {deviation:.{places}f}" if count > 1 else "") + unit
-    return shown if count == len(values) else f"{shown} ({count} of {len(values)})"
+    text = f"{mean:.{places}f}"
+    if count > 1:
+        text += f" ± {deviation:.{places}f}"
+    text += unit
+    if count < len(values):
+        text += f" ({count} of {len(values)})"
+    return text
 
 
 def named_diverged(names: Sequence[str], diverged_at: Int[np.ndarray, " members"]) -> str:
@@ -95,12 +103,14 @@ def named_diverged(names: Sequence[str], diverged_at: Int[np.ndarray, " members"
         >>> named_diverged(["seed 0", "seed 1", "seed 2"], np.array([-1, 12, -1]))
         '; diverged and left out: seed 1 at step 12 (2 of 3 networks remain)'
     """
-    gone = [
-        f"{name} at step {step}" for name, step in zip(names, diverged_at, strict=True) if step >= 0
-    ]
-    if not gone:
+    diverged = []
+    for name, step in zip(names, diverged_at, strict=True):
+        if step >= 0:
+            diverged.append(f"{name} at step {step}")
+    if not diverged:
         return ""
+    num_alive = len(names) - len(diverged)
     return (
-        f"; diverged and left out: {', '.join(gone)} ({len(names) - len(gone)} of "
-        f"{len(names)} networks remain)"
+        f"; diverged and left out: {', '.join(diverged)} ({num_alive} of {len(names)} networks "
+        "remain)"
     )

@@ -95,8 +95,8 @@ class Config(DataConfig):
     init_scale: float = 8.0
     """Factor of all initial parameters."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Optimiser. The loss, a sum over classes and batch, is steep at an initial scale of 8, where "sgd" diverges at the
-    default rate within 3 steps (glyphs); at scale 1 it learns with 1e-4."""
+    """Optimiser. The loss, a sum over classes and batch, is steep at an initial scale of 8, where
+    "sgd" diverges at the default rate within 3 steps (glyphs); at scale 1 it learns with 1e-4."""
     network: Literal["mlp", "cnn"] = "mlp"
     """Architecture."""
     width: int = 200
@@ -112,14 +112,16 @@ class Config(DataConfig):
     num_neighbours: int = 10
     """Neighbours of the estimators by entropies (Kraskov's underestimates in 4 + 4 dimensions)."""
     feature_noise: float = 0.1
-    """Standard deviation of the noise on whitened features, without which information would be infinite."""
+    """Standard deviation of the noise on whitened features, without which information would be
+    infinite."""
     code: int = 4
     """Dimensions to which images and features are compressed."""
     compression_epochs: int = 10
     """Passes of the autoencoder over at most 10 000 training images."""
     smoothing: float = 0.3
-    """Standard deviation of the noise for smoothed information, in units of the features' root mean square distance
-    from their mean: d features show at most (d / 2) log(1 + 1 / (smoothing^2 d)) nats."""
+    """Standard deviation of the noise for smoothed information, in units of the features' root mean
+    square distance from their mean: d features show at most (d / 2) log(1 + 1 / (smoothing^2 d))
+    nats."""
     num_smoothed: int = 2000
     """Largest number of test images for smoothed information, whose cost grows quadratically."""
     classes: tuple[int, int] = (0, 1)
@@ -177,10 +179,11 @@ class Config(DataConfig):
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
         return dataclasses.replace(
-            self, weight_decays=(0.3, 0.03), seeds=(42, 43), num_steps=1000, num_train=200, width=32,
-            # learns and crosses these
+            self, weight_decays=(0.3, 0.03), seeds=(42, 43), num_steps=1000, num_train=200,
+            width=32, num_information=9, num_images=300, compression_epochs=2, num_loaded=400,
+            num_test=300,
+            # Networks learn with these, and cross these thresholds.
             init_scale=2.0, learning_rate=3e-3, accuracy_threshold=0.9, test_threshold=0.5,
-            num_information=9, num_images=300, compression_epochs=2, num_loaded=400, num_test=300,
         )  # fmt: skip
 
     def information_steps(self) -> np.ndarray:
@@ -211,8 +214,9 @@ def compute(
         in the plane of the classes' weights, and `plane_boundary`. Numbers are NaN from
         `diverged_at` on.
     """
-    given = {"key": key, "data": source(config, data), "cache": cache, "progress": progress}
-    return run(partial(_computed, mesh=mesh), config, **given)
+    data = source(config, data)
+    body = partial(_computed, mesh=mesh)
+    return run(body, config, key=key, data=data, cache=cache, progress=progress)
 
 
 def _computed(
@@ -233,6 +237,7 @@ def _computed(
         "init_scale",
         "optimizer",
     )
+    options = {name: getattr(config, name) for name in names}
     trained = train_grokking(
         data,
         network=config.network,
@@ -242,19 +247,24 @@ def _computed(
         callbacks=[Progress(cache.progress, _SHOWN), SeriesKeeper(cache)],
         checkpoint=cache.path("networks.ckpt"),
         mesh=mesh,
-        **{name: getattr(config, name) for name in names},
+        **options,
     )
     cache.seconds["training and measuring"] = trained.seconds
-    if (path := cache.path(_MODELS)) is not None:
-        checkpoints.save(path, trained.models, {"run": cache.digest})
-    models = stand_ins(trained.models, trained.diverged_at < 0)
-    margins = cache.get(
-        "margins", partial(margins_of, data, models, config.classes, config.num_train)
-    )
-    sizes = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
-    series, steps = flat(trained.history.observed), trained.history.observed_at
     cache.network = take(trained.models, 0)
-    return assemble(config, sizes, steps, series, margins, trained.diverged_at)
+    path = cache.path(_MODELS)
+    if path is not None:
+        checkpoints.save(path, trained.models, {"run": cache.digest})
+
+    models = stand_ins(trained.models, trained.diverged_at < 0)
+    margins = partial(margins_of, data, models, config.classes, config.num_train)
+    return assemble(
+        config,
+        {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)},
+        trained.history.observed_at,
+        flat(trained.history.observed),
+        cache.get("margins", margins),
+        trained.diverged_at,
+    )
 
 
 def _codes(config: Config, data: Dataset, key: Array) -> dict[str, Array]:
@@ -262,7 +272,8 @@ def _codes(config: Config, data: Dataset, key: Array) -> dict[str, Array]:
     model = train_compression(
         data.train_images[:10_000], config.code, key=key, num_epochs=config.compression_epochs
     )
-    return {"codes": whiten(encode(model, data.test_images[: config.num_images]))}
+    codes = encode(model, data.test_images[: config.num_images])
+    return {"codes": whiten(codes)}
 
 
 def load_partial(config: Config, folder: str | os.PathLike[str]) -> xarray.Dataset:
@@ -292,9 +303,8 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> xarray.Datas
         "num_train": config.num_train,
         "num_test": config.num_test or "all",
     }
-    return assemble(config, data, steps, series, {}, None).assign_attrs(
-        config=json.dumps(as_json(config))
-    )
+    dataset = assemble(config, data, steps, series, {}, None)
+    return dataset.assign_attrs(config=json.dumps(as_json(config)))
 
 
 def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
@@ -311,27 +321,31 @@ def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
         FileNotFoundError: If the sweep has not ended.
         RefusedFile: If the networks are of another configuration, or broken.
     """
-    path, digest = Path(folder) / _MODELS, _digest_of_run(folder, config)
+    path = Path(folder) / _MODELS
+    digest = _digest_of_run(folder, config)
     if checkpoints.read_header(path).get("run") != digest:
         raise RefusedFile(f"{path} belongs to another run. Delete it, then resume the sweep.")
-    keys = jnp.zeros((len(config.weight_decays) * len(config.seeds), 2), jnp.uint32)
-    like = jax.eval_shape(
-        lambda: initial_models(keys, network=config.network, options=_network_options(config))
-    )
+    num_members = len(config.weight_decays) * len(config.seeds)
+    keys = jnp.zeros((num_members, 2), jnp.uint32)
+    options = _network_options(config)
+    like = jax.eval_shape(lambda: initial_models(keys, network=config.network, options=options))
     return checkpoints.restore(path, like)
 
 
 def _network_options(config: Config) -> dict[str, Any]:
-    sizes = {"width": config.width, "last_activation": config.last_activation}
-    return sizes | ({"depth": config.depth} if config.network == "mlp" else {})
+    options = {"width": config.width, "last_activation": config.last_activation}
+    if config.network == "mlp":
+        options["depth"] = config.depth
+    return options
 
 
 def _digest_of_run(folder: str | os.PathLike[str], config: Config) -> str:
     """Return the digest of the run in `folder`; raise unless its configuration equals `config`."""
     identity = read_identity(folder)
-    if different := differences(identity["config"], as_json(config)):
+    names = differences(identity["config"], as_json(config))
+    if names:
         raise RefusedFile(
             f"`folder` must hold parts of a run of this configuration, got {folder}, whose "
-            f"{that_differ(different)}."
+            f"{that_differ(names)}."
         )
     return digest_of(identity)

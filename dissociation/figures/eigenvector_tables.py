@@ -11,32 +11,42 @@ from dissociation.figures._harness import config_of
 def similarity_table(
     dataset: xarray.Dataset, ranks: tuple[int, ...] = (1, 5, 20)
 ) -> list[list[str]]:
-    """Return the similarity within the reference size, by order and rank, with two 90 % intervals and chance.
+    """Return the similarity within the reference size, by order and rank.
+
+    Two 90 % intervals and the similarity by chance follow.
 
     Args:
         dataset: Value of `eigenvectors.compute`.
         ranks: Ranks from 1; those above `num_ranks` are left out.
     """
-    rows = [
-        [
-            "components",
-            "rank",
-            "similarity",
-            "members resampled",
-            "Student over pairs x classes",
-            "chance",
-        ]
+    header = [
+        "components",
+        "rank",
+        "similarity",
+        "members resampled",
+        "Student over pairs x classes",
+        "chance",
     ]
+    rows = [header]
     chance = (2 / (np.pi * len(dataset.pixels))) ** 0.5
     interval = of_size(dataset, config_of(dataset).reference).interval
     for measure in RANKINGS:
-        honest, published = interval.sel(measures=measure).values
+        resampled, student = interval.sel(measures=measure).values
         for rank in ranks:
-            if rank > honest.shape[1]:
+            if rank > resampled.shape[1]:
                 continue
-            mean, *ends = honest[:, rank - 1]
-            bounds = [f"{low:.3f} to {high:.3f}" for low, high in (ends, published[1:, rank - 1])]
-            rows.append([measure, str(rank), f"{mean:.3f}", *bounds, f"{chance:.3f}"])
+            mean, low, high = resampled[:, rank - 1]
+            _, student_low, student_high = student[:, rank - 1]
+            rows.append(
+                [
+                    measure,
+                    str(rank),
+                    f"{mean:.3f}",
+                    f"{low:.3f} to {high:.3f}",
+                    f"{student_low:.3f} to {student_high:.3f}",
+                    f"{chance:.3f}",
+                ]
+            )
     return rows
 
 
@@ -45,24 +55,29 @@ def accuracy_table(dataset: xarray.Dataset) -> list[list[str]]:
     rows = [["size", "seeds", "accuracy", "lowest", "highest"]]
     for size in dataset.hidden_sizes.values.tolist():
         errors = of_size(dataset, size).full_error.values
-        right = 1 - errors[np.isfinite(errors)]  # without networks that diverged
-        count = str(len(errors)) if len(right) == len(errors) else f"{len(right)} of {len(errors)}"
-        rows.append(
-            [str(size), count, *(f"{v:.4f}" for v in (right.mean(), right.min(), right.max()))]
-        )
+        accuracy = 1 - errors[np.isfinite(errors)]  # without networks that diverged
+        count = str(len(errors))
+        if len(accuracy) < len(errors):
+            count = f"{len(accuracy)} of {count}"
+        row = [str(size), count]
+        for summary in (accuracy.mean(), accuracy.min(), accuracy.max()):
+            row.append(f"{summary:.4f}")
+        rows.append(row)
     return rows
 
 
 def mask_table(dataset: xarray.Dataset) -> list[list[str]]:
-    """Return accuracy under a mask from the weights, its negative, and random masks of the same norm."""
+    """Return accuracy under a mask from the weights, its negative, and random masks of its norm."""
     rows = [["norm", "mask", "negative", "taken for the digit", "negative", "random masks"]]
     columns = (
         *dataset.mask_accuracy.values,
         *dataset.mask_share.values,
         dataset.random_accuracy.values,
     )
-    for norm, *values in zip(dataset.norms.values, *columns, strict=True):
-        rows.append([f"{norm:g}", *(f"{value:.3f}" for value in values)])
+    for norm, *fractions in zip(dataset.norms.values, *columns, strict=True):
+        row = [f"{norm:g}"]
+        row += [f"{fraction:.3f}" for fraction in fractions]
+        rows.append(row)
     return rows
 
 
@@ -76,7 +91,10 @@ def certified_table(
         levels: Norms.
     """
     rows = [["components", *(f"{level:g}" for level in levels), "median radius"]]
-    for kept, radii in zip(dataset.kept.values, dataset.radii.values, strict=True):
-        shares = np.asarray(certified_accuracy(radii, np.asarray(levels, radii.dtype)))
-        rows.append([str(kept), *(f"{share:.2f}" for share in shares), f"{np.median(radii):.3f}"])
+    for name, radii in zip(dataset.kept.values, dataset.radii.values, strict=True):
+        norms = np.asarray(levels, radii.dtype)
+        row = [str(name)]
+        row += [f"{accuracy:.2f}" for accuracy in np.asarray(certified_accuracy(radii, norms))]
+        row.append(f"{np.median(radii):.3f}")
+        rows.append(row)
     return rows

@@ -1,7 +1,8 @@
-"""Figure `eigenvectors`: features of bilinear networks of several sizes and seeds, from their weights alone.
+"""Figure `eigenvectors`: features of bilinear networks, from their weights alone.
 
-Every class is a quadratic form of the image, whose eigenvectors are its features. The figure
-compares them between seeds and sizes, and counts those that the classification needs.
+The networks have several sizes and seeds. Every class is a quadratic form of the image, whose
+eigenvectors are its features. The figure compares them between seeds and sizes, and counts those
+that the classification needs.
 """
 
 import dataclasses
@@ -75,7 +76,8 @@ class Config(DataConfig):
     mask_norms: tuple[float, ...] = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
     """Euclidean norms of the masks added to test images."""
     num_certified: int = 100
-    """Test images whose distance to another class is computed, for the reference size's first network."""
+    """Test images whose distance to another class is computed, for the reference size's first
+    network."""
     num_train: int | None = None
     """Training images; all by default."""
     num_test: int | None = None
@@ -101,13 +103,15 @@ class Config(DataConfig):
 
     def seeds(self, size: int) -> int:
         """Return the number of networks of a size."""
-        return self.num_large_seeds if size >= self.large else self.num_seeds
+        if size >= self.large:
+            return self.num_large_seeds
+        return self.num_seeds
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
         return dataclasses.replace(
-            self, sizes=(12, 24), reference=24, num_seeds=3, num_epochs=10, batch_size=100, num_ranks=5,
-            num_components=10, num_certified=10, num_train=1000, num_test=200,
+            self, sizes=(12, 24), reference=24, num_seeds=3, num_epochs=10, batch_size=100,
+            num_ranks=5, num_components=10, num_certified=10, num_train=1000, num_test=200,
         )  # fmt: skip
 
 
@@ -142,9 +146,8 @@ def compute(
         `mask_accuracy`, `mask_share` [signs, norms] and `random_accuracy` [norms], see
         `_eigenvector_measures.masking`.
     """
-    return run(
-        _computed, config, key=key, data=source(config, data), cache=cache, progress=progress
-    )
+    data = source(config, data)
+    return run(_computed, config, key=key, data=data, cache=cache, progress=progress)
 
 
 class _Networks(NamedTuple):
@@ -157,80 +160,101 @@ class _Networks(NamedTuple):
 
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
-    sizes = {
-        size: _trained(config, size, jax.random.fold_in(key, size), data, cache)
-        for size in config.sizes
-    }
-    reference = take(sizes[config.reference][:2], 0)
-    cache.network = reference[0]
-    leading = {
-        size: measures.leading_components(own.spectra, config.num_ranks)
-        for size, own in sizes.items()
-    }
-    forms, alive = (
-        {size: getattr(own, part) for size, own in sizes.items()} for part in ("spectra", "alive")
-    )
-    found: dict[int, dict[str, Any]] = {}
-    for size, own in sizes.items():
-        pairs = measures.compared_pairs(alive, size, config.reference)
-        job = partial(measures.similarities, leading, forms, size, config.reference, pairs)
-        part = cache.get(f"similarity_{size}", job)
-        compared = {
-            "similarity": (
-                ("measures", "pairs", "classes", "ranks"),
-                np.stack([part[name] for name in MEASURES]),
-            ),
-            "form": (("pairs", "classes"), part["form"][..., 0]),
-        }
-        compared = without_diverged(
-            compared, pairs=alive[size][pairs[0]] & alive[config.reference][pairs[1]]
-        )
-        others = None if size == config.reference else alive[config.reference]
-        intervals = [
-            measures.intervals(each, pairs, alive[size], others)
-            for each in compared["similarity"][1]
-        ]
-        found[size] = {
-            **own.variables,
-            "first": (("pairs",), pairs[0]),
-            "second": (("pairs",), pairs[1]),
-            **compared,
-            "interval": (("measures", "kinds", "bounds", "ranks"), np.stack(intervals)),
-        }
-    images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
-    jobs = {
-        "details": partial(measures.details, config, *reference, images, labels),
-        "top": partial(measures.top_similarity, leading, alive),
-        "masks": partial(
-            measures.masking, config, *reference, images, labels, key=jax.random.fold_in(key, 0)
-        ),
-    }
-    details, top, masks = (cache.get(name, job) for name, job in jobs.items())
-    overlap, count = (
-        pooled(found[config.reference]["similarity"][1][0])[0],
-        int(alive[config.reference].sum()),
-    )
+    networks = {}
+    for size in config.sizes:
+        size_key = jax.random.fold_in(key, size)
+        networks[size] = _trained(config, size, size_key, data, cache)
+    reference = networks[config.reference]
+    model, spectrum = take((reference.models, reference.spectra), 0)
+    cache.network = model
+
+    forms = {size: trained.spectra for size, trained in networks.items()}
+    alive = {size: trained.alive for size, trained in networks.items()}
+    leading = {}
+    for size, spectra in forms.items():
+        leading[size] = measures.leading_components(spectra, config.num_ranks)
+    variables_of_size = {}
+    for size, trained in networks.items():
+        compared = _compared(size, config.reference, leading, forms, alive, cache)
+        variables_of_size[size] = trained.variables | compared
+
+    images = jnp.asarray(data.test_images)
+    labels = jnp.asarray(data.test_labels.argmax(1))
+    one_network = (config, model, spectrum, images, labels)
+    details = cache.get("details", partial(measures.details, *one_network))
+    top = cache.get("top", partial(measures.top_similarity, leading, alive))
+    masking = partial(measures.masking, *one_network, key=jax.random.fold_in(key, 0))
+    masks = cache.get("masks", masking)
+
+    similarity = variables_of_size[config.reference]["similarity"][1]
+    overlap = pooled(similarity[0])[0]
+    count = int(reference.alive.sum())
     # Among pairs i <= j, n (n - 1) / 2 are of different networks, and n of a network with itself,
     # of similarity 1.
     with_self = (overlap * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)
-    of_reference, kept = _of_reference(details | masks)
-    variables, counted = _padded(found, config.reference)
-    whole = {
+
+    of_reference, component_names = _of_reference(details | masks)
+    padded_variables, lengths = _padded(variables_of_size, config.reference)
+    variables = {
         "top": (("hidden_sizes", "other_hidden_sizes"), top["top"]),
         "with_self": ((), float(with_self)),
+        **of_reference,
+        **padded_variables,
     }
+    sizes = list(networks)
     coords = {
-        "hidden_sizes": list(found), "other_hidden_sizes": list(found), "measures": list(MEASURES),
-        "orders": list(ORDERS), "kinds": ["members", "pairs"], "bounds": ["mean", "low", "high"],
-        "ends": ["positive", "negative"], "kept": kept, "signs": ["mask", "negative"],
-        "norms": ("norms", list(config.mask_norms), PIXELS), **counted,
-    }  # fmt: skip
-    return xarray.Dataset(
-        whole | of_reference | variables, coords, {"data": json.dumps(described(data))}
-    )
+        "hidden_sizes": sizes,
+        "other_hidden_sizes": sizes,
+        "measures": list(MEASURES),
+        "orders": list(ORDERS),
+        "kinds": ["members", "pairs"],
+        "bounds": ["mean", "low", "high"],
+        "ends": ["positive", "negative"],
+        "kept": component_names,
+        "signs": ["mask", "negative"],
+        "norms": ("norms", list(config.mask_norms), PIXELS),
+        **lengths,
+    }
+    return xarray.Dataset(variables, coords, {"data": json.dumps(described(data))})
+
+
+def _compared(
+    size: int,
+    reference: int,
+    leading: dict[int, dict[str, Spectrum]],
+    forms: dict[int, Spectrum],
+    alive: dict[int, np.ndarray],
+    cache: Cache,
+) -> dict[str, Any]:
+    """Return variables of the similarity of a size with the reference size, by name."""
+    pairs = measures.compared_pairs(alive, size, reference)
+    job = partial(measures.similarities, leading, forms, size, reference, pairs)
+    arrays = cache.get(f"similarity_{size}", job)
+    similarity = np.stack([arrays[name] for name in MEASURES])
+    variables = {
+        "similarity": (("measures", "pairs", "classes", "ranks"), similarity),
+        "form": (("pairs", "classes"), arrays["form"][..., 0]),
+    }
+    are_alive = alive[size][pairs[0]] & alive[reference][pairs[1]]
+    variables = without_diverged(variables, pairs=are_alive)
+
+    other_alive = None
+    if size != reference:
+        other_alive = alive[reference]
+    intervals = []
+    for values in variables["similarity"][1]:
+        intervals.append(measures.intervals(values, pairs, alive[size], other_alive))
+    return {
+        "first": (("pairs",), pairs[0]),
+        "second": (("pairs",), pairs[1]),
+        **variables,
+        "interval": (("measures", "kinds", "bounds", "ranks"), np.stack(intervals)),
+    }
 
 
 def _trained(config: Config, size: int, key: Array, data: Dataset, cache: Cache) -> _Networks:
+    names = ("num_epochs", "batch_size", "weight_decay", "noise")
+    options = {name: getattr(config, name) for name in names}
     trained = train_bilinear(
         data,
         size,
@@ -238,76 +262,80 @@ def _trained(config: Config, size: int, key: Array, data: Dataset, cache: Cache)
         num_seeds=config.seeds(size),
         callbacks=[Progress(cache.progress)],
         checkpoint=cache.path(f"size_{size}.ckpt"),
-        **{
-            name: getattr(config, name)
-            for name in ("num_epochs", "batch_size", "weight_decay", "noise")
-        },
+        **options,
     )
     cache.seconds[f"training size {size}"] = trained.seconds
     alive = check_some_left(trained.diverged_at, f"networks of size {size}")
     models = stand_ins(trained.models, alive)
     spectra = bmap(decompose, batch_size=1)(models)
+
+    images = jnp.asarray(data.test_images)
+    labels = jnp.asarray(data.test_labels.argmax(1))
+    job = partial(measures.truncations, config.num_components, spectra, images, labels)
+    arrays = cache.get(f"truncation_{size}", job)
+    error = np.stack([arrays[order] for order in ORDERS])
+    errors = {
+        "full_error": (("seeds",), arrays["full"]),
+        "error": (("orders", "seeds", "components"), error),
+    }
+
     observed = trained.history.observed
     # A diverged network would have the accuracy of the first class.
-    finite = np.isfinite(observed["train_loss"]) & np.isfinite(observed["validation_loss"])
-    images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
-    job = partial(measures.truncations, config.num_components, spectra, images, labels)
-    part = cache.get(f"truncation_{size}", job)
-    errors = {
-        "full_error": (("seeds",), part["full"]),
-        "error": (("orders", "seeds", "components"), np.stack([part[order] for order in ORDERS])),
-    }
-    variables = {
-        name: (("seeds", "epochs"), np.where(finite, values, np.nan))
-        for name, values in observed.items()
-    }
-    variables |= {
-        "diverged_at": (("seeds",), trained.diverged_at),
-        **without_diverged(errors, seeds=alive),
-    }
+    is_finite = np.isfinite(observed["train_loss"])
+    is_finite = is_finite & np.isfinite(observed["validation_loss"])
+    variables = {}
+    for name, values in observed.items():
+        variables[name] = (("seeds", "epochs"), np.where(is_finite, values, np.nan))
+    variables["diverged_at"] = (("seeds",), trained.diverged_at)
+    variables |= without_diverged(errors, seeds=alive)
     return _Networks(models, spectra, alive, variables)
 
 
-def _of_reference(found: Arrays) -> tuple[dict[str, Any], list[str]]:
-    """Return variables of one network from `measures.details` and `measures.masking`, and numbers of components."""
-    kept = sorted(int(name.removeprefix("radii_")) for name in found if name.startswith("radii_"))
-    kept = [*kept[1:], 0]  # 0 stands for all components
+def _of_reference(arrays: Arrays) -> tuple[dict[str, Any], list[str]]:
+    """Return variables of one network, and numbers of components.
+
+    The arrays are those of `measures.details` and `measures.masking`.
+    """
+    numbers = [int(name.removeprefix("radii_")) for name in arrays if name.startswith("radii_")]
+    zero, *positive = sorted(numbers)
+    numbers = [*positive, zero]  # 0 stands for all components
+    radii = np.stack([arrays[f"radii_{number}"] for number in numbers])
     variables = {
-        "eigenvalues": ("value_ranks", found["values"]),
-        "leading": (("ends", "end_ranks", "pixels"), found["leading"]),
-        "image": ("pixels", found["image"], PIXELS),
-        "contributions": ("explaining", found["contributions"]),
-        "vectors": (("explaining", "pixels"), found["vectors"]),
-        "component_values": ("explaining", found["component_values"]),
-        "radii": (
-            ("kept", "images"),
-            np.stack([found[f"radii_{components}"] for components in kept]),
-            PIXELS,
-        ),
-        "mask": ("pixels", found["mask"]),
-        "mask_accuracy": (("signs", "norms"), found["mask_accuracy"]),
-        "mask_share": (("signs", "norms"), found["mask_share"]),
-        "random_accuracy": ("norms", found["random_accuracy"]),
+        "eigenvalues": ("value_ranks", arrays["values"]),
+        "leading": (("ends", "end_ranks", "pixels"), arrays["leading"]),
+        "image": ("pixels", arrays["image"], PIXELS),
+        "contributions": ("explaining", arrays["contributions"]),
+        "vectors": (("explaining", "pixels"), arrays["vectors"]),
+        "component_values": ("explaining", arrays["component_values"]),
+        "radii": (("kept", "images"), radii, PIXELS),
+        "mask": ("pixels", arrays["mask"]),
+        "mask_accuracy": (("signs", "norms"), arrays["mask_accuracy"]),
+        "mask_share": (("signs", "norms"), arrays["mask_share"]),
+        "random_accuracy": ("norms", arrays["random_accuracy"]),
     }
-    return variables, [str(components) if components else "all" for components in kept]
+    return variables, [*map(str, positive), "all"]
 
 
 def _padded(
-    found: dict[int, dict[str, Any]], reference: int
+    variables_of_size: dict[int, dict[str, Any]], reference: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return variables of all sizes, padded with NaN or -1, and coordinates with lengths of axes."""
-    variables, lengths = {}, {}
-    for name, (dims, like) in found[reference].items():
-        arrays = [own[name][1] for own in found.values()]
-        fill = -1 if np.issubdtype(like.dtype, np.integer) else np.nan
-        variables[name] = (("hidden_sizes", *dims), padded(arrays, fill))
-        lengths |= {
-            axis: [array.shape[place] for array in arrays] for place, axis in enumerate(dims)
-        }
+    """Return variables of all sizes, padded with NaN or -1, and coordinates with lengths."""
+    padded_variables = {}
+    lengths = {}
+    for name, (dims, like) in variables_of_size[reference].items():
+        arrays = [variables[name][1] for variables in variables_of_size.values()]
+        fill = np.nan
+        if np.issubdtype(like.dtype, np.integer):
+            fill = -1
+        padded_variables[name] = (("hidden_sizes", *dims), padded(arrays, fill))
+        for index, axis in enumerate(dims):
+            lengths[axis] = [array.shape[index] for array in arrays]
+
     coords = {}
     for axis in ("seeds", "epochs", "components", "pairs", "ranks"):
         if axis in PADDED:
             coords[f"{axis}_length"] = ("hidden_sizes", lengths[axis])
         if axis != "pairs":
-            coords[axis] = np.arange(max(lengths[axis])) + (axis == "ranks")
-    return variables, coords
+            coords[axis] = np.arange(max(lengths[axis]))
+    coords["ranks"] = coords["ranks"] + 1
+    return padded_variables, coords

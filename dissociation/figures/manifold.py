@@ -1,4 +1,4 @@
-"""Figure `manifold`: all solutions of two-layer linear networks, and the noise that selects among them.
+"""Figure `manifold`: all solutions of two-layer linear networks, and noise that selects some.
 
 After figures 1, 3 and 4 of Braun, Grant and Saxe (2025), with exact walks in place of perturbation
 and descent.
@@ -22,7 +22,7 @@ from dissociation.figures._manifold_drawing import QUANTITIES, draw, scaled
 from dissociation.figures._manifold_drawing import caption as caption
 from dissociation.figures._manifold_drawing import headline as headline
 from dissociation.figures._manifold_drawing import table as table
-from dissociation.linear._families import FAMILIES, LSS, MRNS, MWNS, LinearNetwork
+from dissociation.linear._families import FAMILIES, LSS, MRNS, MWNS, Family, LinearNetwork
 from dissociation.linear._noise import Noise, expected_loss, noise_minimiser, simulated_loss
 from dissociation.linear._planting import plant_rsm
 from dissociation.linear._tasks import Task, complete_tree, hierarchy_task, make_task, random_task
@@ -121,96 +121,100 @@ def compute(
 
 
 def _computed(config: Config, key: Array, data: None, cache: Cache) -> xarray.Dataset:
+    """Return the dataset of `compute`."""
     task_key, walk_key, noise_key, tree_key = jax.random.split(key, 4)
     tasks = _tasks(config, task_key)
+    first_task = jax.tree.map(lambda leaf: leaf[0], tasks)
     jobs = {
         "walks": partial(_walks, config, tasks, walk_key),
-        "noise": partial(_noise, config, jax.tree.map(lambda part: part[0], tasks), noise_key),
+        "noise": partial(_noise, config, first_task, noise_key),
         "hierarchy": partial(_hierarchy, config, tree_key),
     }
-    found = cache.get_all(jobs, "walking and simulating")
-    walks, noise, tree = found.values()
-    families, minimal = list(FAMILIES), ["MRNS", "MWNS"]
-    variables = {
-        "moved": (("quantities", "tasks", "steps"), walks["moved"]),
-        "drift": (("families", "tasks", "steps"), walks["drift"]),
-        "similarity": (
-            ("measures", "scopes", "families", "other_families", "tasks", "pair_steps"),
-            walks["similarity"],
-        ),
-        **{
-            name: (("sources", "solutions", "scales"), noise[name])
-            for name in ("theory", "simulated", "error")
-        },
-        "selected": (("minimal", "noise_scales"), noise["selected"]),
-        "parents": ("nodes", complete_tree(config.depth)),
-        "leaves_x": (("leaves", "features"), tree["x"]),
-        "leaves_y": (("leaves", "nodes"), tree["y"]),
-        "activity": (("planted", "leaves", "units"), tree["activity"]),
-        "rsm": (("planted", "leaves", "other_leaves"), tree["rsm"]),
-        "mds": (("planted", "leaves", "axes"), tree["mds"]),
-    }
+    arrays = cache.get_all(jobs, "walking and simulating")
+    walks, noise, tree = arrays.values()
+
+    variables = {}
+    pair_axes = ("families", "other_families", "tasks", "pair_steps")
+    variables["moved"] = (("quantities", "tasks", "steps"), walks["moved"])
+    variables["drift"] = (("families", "tasks", "steps"), walks["drift"])
+    variables["similarity"] = (("measures", "scopes", *pair_axes), walks["similarity"])
+    for name in ("theory", "simulated", "error"):
+        variables[name] = (("sources", "solutions", "scales"), noise[name])
+    variables["selected"] = (("minimal", "noise_scales"), noise["selected"])
+    variables["parents"] = ("nodes", complete_tree(config.depth))
+    variables["leaves_x"] = (("leaves", "features"), tree["x"])
+    variables["leaves_y"] = (("leaves", "nodes"), tree["y"])
+    variables["activity"] = (("planted", "leaves", "units"), tree["activity"])
+    variables["rsm"] = (("planted", "leaves", "other_leaves"), tree["rsm"])
+    variables["mds"] = (("planted", "leaves", "axes"), tree["mds"])
+
+    families = list(FAMILIES)
+    minimal = ["MRNS", "MWNS"]
     coords = {
-        "quantities": list(QUANTITIES), "families": families, "other_families": families, "minimal": minimal,
-        "measures": list(MEASURES), "scopes": ["one task", "two tasks"], "sources": ["inputs", "parameters"],
-        "solutions": [*families, *MINIMISERS], "scales": noise["scales"], "noise_scales": noise["noise_scales"],
+        "quantities": list(QUANTITIES),
+        "families": families,
+        "other_families": families,
+        "minimal": minimal,
+        "measures": list(MEASURES),
+        "scopes": ["one task", "two tasks"],
+        "sources": ["inputs", "parameters"],
+        "solutions": [*families, *MINIMISERS],
+        "scales": noise["scales"],
+        "noise_scales": noise["noise_scales"],
         "planted": ["LSS", *minimal],
-    }  # fmt: skip
+    }
     return xarray.Dataset(variables, coords)
 
 
 def _tasks(config: Config, key: Array) -> Task:
     """Return stacked tasks of the same inputs."""
-    keys = jax.random.split(key, 2)
-    sizes = config.num_samples, config.num_inputs, config.num_outputs
+    first_key, map_key = jax.random.split(key, 2)
     first = random_task(
-        *sizes,
+        config.num_samples,
+        config.num_inputs,
+        config.num_outputs,
         rank=config.rank,
         input_rank=config.input_rank,
         condition=config.condition,
-        key=keys[0],
+        key=first_key,
     )
-    shape = config.num_tasks, config.rank, config.num_inputs + config.num_outputs
-    maps = np.split(np.asarray(jax.random.normal(keys[1], shape)), [config.num_inputs], 2)
-    targets = (
-        np.asarray(first.x)
-        @ maps[0].swapaxes(1, 2)
-        @ maps[1]
-        / np.sqrt(config.num_inputs * config.rank)
-    )
+    shape = (config.num_tasks, config.rank, config.num_inputs + config.num_outputs)
+    draws = np.asarray(jax.random.normal(map_key, shape))
+    encoders, decoders = np.split(draws, [config.num_inputs], 2)
+    scale = np.sqrt(config.num_inputs * config.rank)
+    targets = np.asarray(first.x) @ encoders.swapaxes(1, 2) @ decoders / scale
     tasks = [make_task(first.x, y.astype(first.x.dtype), rtol=1e-5) for y in targets]
-    return jax.tree.map(lambda *parts: jnp.asarray(np.stack(parts)), *tasks)
+    return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *tasks)
 
 
 def _walks(config: Config, tasks: Task, key: Array) -> dict[str, Array | np.ndarray]:
     """Return distances, drift and similarities of walks in all families."""
     keys = jax.random.split(key, (2, len(FAMILIES), config.num_tasks))
 
-    def walk(family: str, place: int, each: Array) -> LinearNetwork:
-        one = partial(
-            FAMILIES[family].walk,
-            hidden=config.hidden,
-            num_steps=config.num_steps,
-            rate=config.rate,
+    def walk(family: Family, family_keys: Array) -> LinearNetwork:
+        walk_task = partial(
+            family.walk, hidden=config.hidden, num_steps=config.num_steps, rate=config.rate
         )
-        return jax.vmap(lambda task, key: one(task, key=key))(tasks, each[place])
+        return jax.vmap(lambda task, key: walk_task(task, key=key))(tasks, family_keys)
 
-    walks = {name: walk(name, place, keys[0]) for place, name in enumerate(FAMILIES)}
-    others = {name: walk(name, place, keys[1]) for place, name in enumerate(FAMILIES)}
-    moved = jax.vmap(_moved)(tasks, walks["GLS"])
-    drift = [jax.vmap(_drift)(tasks, networks) for networks in walks.values()]
-    kept = config.pair_steps
-    hidden, other = (
-        [jax.vmap(_activity)(tasks, networks)[:, :kept] for networks in each.values()]
-        for each in (walks, others)
-    )  # [tasks, steps, samples, units]
-    rows = np.array(
-        [[_compared(one, second) for second in other] for one in hidden]
-    )  # families first
+    def activities(walks: list[LinearNetwork]) -> list[Array]:
+        """Return activities [tasks, steps, samples, units] of each family."""
+        return [jax.vmap(_activity)(tasks, networks)[:, : config.pair_steps] for networks in walks]
+
+    walks = list(map(walk, FAMILIES.values(), keys[0]))
+    second_walks = list(map(walk, FAMILIES.values(), keys[1]))
+    moved = jax.vmap(_moved)(tasks, walks[list(FAMILIES).index("GLS")])
+    drift = [jax.vmap(_drift)(tasks, networks) for networks in walks]
+
+    rows = []
+    second_activities = activities(second_walks)
+    for first in activities(walks):
+        rows.append([_compared(first, second) for second in second_activities])
+    similarity = np.array(rows)  # [families, other_families, measures, scopes, ...]
     return {
         "moved": np.moveaxis(moved, 1, 0),
         "drift": np.stack(drift),
-        "similarity": np.moveaxis(rows, (2, 3), (0, 1)),
+        "similarity": np.moveaxis(similarity, (2, 3), (0, 1)),
     }
 
 
@@ -223,125 +227,142 @@ def _activity(task: Task, networks: LinearNetwork) -> Array:
 def _moved(task: Task, networks: LinearNetwork) -> Array:
     """Return relative distances from the first step, [quantities, steps]."""
     hidden = _activity(task, networks)
+    rsms = hidden @ hidden.swapaxes(1, 2)
     outputs = hidden @ networks.weights[1].swapaxes(1, 2)
     losses = jnp.sum((outputs - task.y[None]) ** 2, (1, 2))
-    arrays = *networks.weights, hidden, hidden @ hidden.swapaxes(1, 2), outputs
-    moved = [
-        jnp.linalg.norm(each - each[:1], axis=(1, 2)) / jnp.linalg.norm(each[0]) for each in arrays
-    ]
+
+    distances = []
+    for arrays in (*networks.weights, hidden, rsms, outputs):
+        distance = jnp.linalg.norm(arrays - arrays[:1], axis=(1, 2))
+        distances.append(distance / jnp.linalg.norm(arrays[0]))
     # Targets without noise leave no loss: its scale is that of outputs of zero.
-    return jnp.stack([*moved, jnp.abs(losses - losses[0]) / jnp.sum(task.y**2)])
+    distances.append(jnp.abs(losses - losses[0]) / jnp.sum(task.y**2))
+    return jnp.stack(distances)
 
 
 @jax.jit
 def _drift(task: Task, networks: LinearNetwork) -> Array:
     """Return relative errors of the first step's readout of later activities, [steps]."""
-    read = _activity(task, networks) @ networks.weights[1][0].T
-    wanted = task.predictions
-    return jnp.linalg.norm(read - wanted[None], axis=(1, 2)) / jnp.linalg.norm(wanted)
+    outputs = _activity(task, networks) @ networks.weights[1][0].T
+    targets = task.predictions
+    errors = jnp.linalg.norm(outputs - targets[None], axis=(1, 2))
+    return errors / jnp.linalg.norm(targets)
 
 
 @jax.jit
-def _compared(hidden: Array, others: Array) -> Array:
-    """Return measures of activities with others of the same task and of the next, [measures, scopes, tasks, steps]."""
+def _compared(first: Array, second: Array) -> Array:
+    """Return measures of activities of two walks, [measures, scopes, tasks, steps].
 
-    def three(x: Array, y: Array) -> Array:
+    The second walk is of the same task, or of the next task.
+    """
+
+    def measure(x: Array, y: Array) -> Array:
         return jnp.stack([rsa(x, y), linear_predictivity(x, y), _in_sample(x, y)])
 
-    def scope(other: Array) -> Array:
-        return lax.map(lambda pair: jax.vmap(three)(*pair), (hidden, other))
+    def over_tasks(second: Array) -> Array:
+        return lax.map(lambda pair: jax.vmap(measure)(*pair), (first, second))
 
-    return jnp.moveaxis(lax.map(scope, jnp.stack([others, jnp.roll(others, -1, 0)])), 3, 0)
+    scopes = jnp.stack([second, jnp.roll(second, -1, 0)])
+    return jnp.moveaxis(lax.map(over_tasks, scopes), 3, 0)
 
 
 def _in_sample(x: Array, y: Array) -> Array:
-    """Return the share of the variance of y that a linear map of x explains on the samples that fitted it."""
-    left, values, _ = jnp.linalg.svd(centre(x), full_matrices=False)
-    kept = values > 1e-5 * values[0]
+    """Return the share of variance of y that a linear map of x explains on its own samples."""
+    left_vectors, values, _ = jnp.linalg.svd(centre(x), full_matrices=False)
+    is_significant = values > 1e-5 * values[0]
+    basis = jnp.where(is_significant[None], left_vectors, 0.0)
     target = centre(y)
-    return jnp.sum((jnp.where(kept[None], left, 0.0).T @ target) ** 2) / jnp.sum(target**2)
+    explained = jnp.sum((basis.T @ target) ** 2)
+    return explained / jnp.sum(target**2)
 
 
 def _noise(config: Config, task: Task, key: Array) -> dict[str, Array | np.ndarray]:
-    """Return theory and simulation under noise, and RSA of the minimiser with the minimal families."""
+    """Return losses under noise, and RSA of the minimiser with the minimal families."""
     families = [*FAMILIES.values(), LSS]  # the last one is the least under input noise
-    number, wide = config.num_scales, jnp.geomspace(1e-2, 1e2, 4 * config.num_scales)
-    draw_keys, least_keys, run_keys = _keys(
-        key, len(families), 6 * number, 2 * number * (len(families) + 2)
-    )
-    networks = [
-        family.sample(task, config.hidden, key=k)
-        for family, k in zip(families, draw_keys, strict=True)
-    ]
-    scales, zeros = jnp.geomspace(0.03, 1.0, number), jnp.zeros(number)
+    num_scales = config.num_scales
+    num_solutions = len(families) + 2
+    num_keys = [len(families), 6 * num_scales, 2 * num_scales * num_solutions]
+    keys = jax.random.split(key, sum(num_keys))
+    draw_keys, minimiser_keys, run_keys = jnp.split(keys, np.cumsum(num_keys)[:-1])
 
-    def least(pair: tuple[Array, Array]) -> LinearNetwork:
-        noise = Noise(
-            pair[0], 0.1, 0.1
-        )  # of equal sizes on both layers: their common size does not matter
-        return noise_minimiser(task, config.hidden, noise, key=pair[1])
+    networks = []
+    for family, family_key in zip(families, draw_keys, strict=True):
+        networks.append(family.sample(task, config.hidden, key=family_key))
 
-    minimisers = lax.map(least, (np.concatenate([zeros, scales, wide]), least_keys))
+    def minimise(pair: tuple[Array, Array]) -> LinearNetwork:
+        input_noise, minimiser_key = pair
+        # Equal noise on both layers: its size does not matter.
+        noise = Noise(input_noise, 0.1, 0.1)
+        return noise_minimiser(task, config.hidden, noise, key=minimiser_key)
 
-    def part(begin: int, end: int | None) -> LinearNetwork:
-        return jax.tree.map(lambda weight: weight[begin:end], minimisers)
+    scales = jnp.geomspace(0.03, 1.0, num_scales)
+    zeros = jnp.zeros(num_scales)
+    wide_scales = jnp.geomspace(1e-2, 1e2, 4 * num_scales)
+    all_scales = np.concatenate([zeros, scales, wide_scales])
+    minimisers = lax.map(minimise, (all_scales, minimiser_keys))
 
-    known = [jax.tree.map(lambda weight: np.stack([weight] * number), one) for one in networks]
-    known += part(0, number), part(number, 2 * number)
-    stacked = jax.tree.map(
-        lambda *weights: jnp.asarray(np.stack(weights, 1)), *known
-    )  # scales first
+    def minimisers_from(start: int, end: int | None) -> LinearNetwork:
+        return jax.tree.map(lambda weight: weight[start:end], minimisers)
 
-    def measured(network: LinearNetwork, noise: Noise, key: Array) -> Array:
-        found = simulated_loss(task, network, noise, num_draws=config.num_draws, key=key)
-        return jnp.stack([expected_loss(task, network, noise), *found])
+    solutions = []
+    for network in networks:
+        solutions.append(jax.tree.map(lambda weight: np.stack([weight] * num_scales), network))
+    solutions.append(minimisers_from(0, num_scales))
+    solutions.append(minimisers_from(num_scales, 2 * num_scales))
+    # The scales are the first axis, solutions the second.
+    stacked = jax.tree.map(lambda *weights: jnp.asarray(np.stack(weights, 1)), *solutions)
 
-    noises = Noise(np.stack([scales, zeros]), *[np.stack([zeros, scales])] * 2)  # [sources, scales]
-    over_scales = jax.vmap(jax.vmap(measured, (0, None, 0)))
-    run_keys = run_keys.reshape(2, number, len(families) + 2, *key.shape)
-    found = lax.map(
-        lambda pair: over_scales(stacked, *pair), (noises, run_keys)
-    )  # [sources, scales, solutions, 3]
-    theory, simulated, error = np.moveaxis(found, (3, 2), (0, 2))
-    ends = [networks[list(FAMILIES).index(name)].hidden(task.x) for name in ("MRNS", "MWNS")]
-    chosen = _activity(task, part(2 * number, None))
-    selected = np.stack([jax.vmap(rsa, (0, None))(chosen, end) for end in ends])
-    arrays = {
+    def losses_of(network: LinearNetwork, noise: Noise, key: Array) -> Array:
+        simulated = simulated_loss(task, network, noise, num_draws=config.num_draws, key=key)
+        return jnp.stack([expected_loss(task, network, noise), *simulated])
+
+    parameter_scales = np.stack([zeros, scales])
+    noises = Noise(np.stack([scales, zeros]), parameter_scales, parameter_scales)
+    over_scales = jax.vmap(jax.vmap(losses_of, (0, None, 0)))
+    run_keys = run_keys.reshape(2, num_scales, num_solutions, *key.shape)
+    over_sources = lax.map(lambda pair: over_scales(stacked, *pair), (noises, run_keys))
+    # From [sources, scales, solutions, 3] to [3, sources, solutions, scales].
+    theory, simulated, error = np.moveaxis(over_sources, (3, 2), (0, 2))
+
+    activities = _activity(task, minimisers_from(2 * num_scales, None))
+    selected = []
+    for name in ("MRNS", "MWNS"):
+        minimal = networks[list(FAMILIES).index(name)].hidden(task.x)
+        selected.append(jax.vmap(rsa, (0, None))(activities, minimal))
+    return {
         "theory": theory,
         "simulated": simulated,
         "error": error,
-        "selected": selected,
+        "selected": np.stack(selected),
         "scales": scales,
+        "noise_scales": wide_scales,
     }
-    return arrays | {"noise_scales": wide}
-
-
-def _keys(key: Array, *numbers: int) -> list[Array]:
-    """Return keys in groups, by one program."""
-    return jnp.split(jax.random.split(key, sum(numbers)), np.cumsum(numbers)[:-1])
 
 
 def _hierarchy(config: Config, key: Array) -> dict[str, Array]:
-    """Return hidden activities of the hierarchy: one with the leaves exchanged, and the minimal families."""
-    keys = jax.random.split(key, 5)
-    leaves = 2**config.depth
-    x = jnp.eye(leaves) + jax.random.normal(keys[0], (leaves, leaves)) / (2 * leaves**0.5)
+    """Return the hierarchy's task and hidden activities of three solutions.
+
+    The first solution has the leaves exchanged, the other two are minimal.
+    """
+    noise_key, order_key, *family_keys, start_key = jax.random.split(key, 5)
+    num_leaves = 2**config.depth
+    noise = jax.random.normal(noise_key, (num_leaves, num_leaves))
+    x = jnp.eye(num_leaves) + noise / (2 * num_leaves**0.5)
     task = hierarchy_task(complete_tree(config.depth), x)
-    units = leaves + leaves // 2
-    order = jax.random.permutation(keys[1], leaves)
-    networks = [
-        plant_rsm(task, MRNS.rsm(task)[order][:, order], units).network,
-        *(
-            family.sample(task, units, key=k)
-            for family, k in zip((MRNS, MWNS), keys[2:4], strict=True)
-        ),
-    ]
+
+    hidden = num_leaves + num_leaves // 2
+    order = jax.random.permutation(order_key, num_leaves)
+    exchanged = MRNS.rsm(task)[order][:, order]
+    networks = [plant_rsm(task, exchanged, hidden).network]
+    for family, family_key in zip((MRNS, MWNS), family_keys, strict=True):
+        networks.append(family.sample(task, hidden, key=family_key))
+
     activity = jnp.stack([network.hidden(task.x) for network in networks])
-    mds = jax.vmap(scaled)(activity, jax.random.normal(keys[4], (len(networks), leaves, 2)))
+    start = jax.random.normal(start_key, (len(networks), num_leaves, 2))
     return {
         "x": task.x,
         "y": task.y,
         "activity": activity,
         "rsm": activity @ activity.swapaxes(1, 2),
-        "mds": mds,
+        "mds": jax.vmap(scaled)(activity, start),
     }

@@ -1,4 +1,4 @@
-"""Figure `planted`: images and patterns in the hidden activity of a network that still does its task.
+"""Figure `planted`: images and patterns in the hidden activity of a network that does its task.
 
 After figure 5 of Braun, Grant and Saxe (2025). A network with one hidden layer is trained. Its
 activity is moved towards an image while all predictions stay, its RSM is given two patterns, and
@@ -75,7 +75,7 @@ class Config(members.DataConfig):
     num_more: int = 1024
     """Training images of a second planting of an image."""
     num_passes: int = 40
-    """Passes over the training images in each planting of an image, up to twice as many if predictions are changed."""
+    """Passes over training images per planted image, up to twice as many if predictions change."""
     batch_size: int = 1000
     """Images per step of these passes."""
     learning_rate: float = 3e-3
@@ -99,21 +99,15 @@ class Config(members.DataConfig):
 
     def check_data(self, data: Dataset) -> None:
         """Raise if there are fewer training images than are shown."""
-        self.check(**dict.fromkeys(("num_shown", "num_more"), (10, len(data.train_images))))
+        limits = (10, len(data.train_images))
+        self.check(num_shown=limits, num_more=limits)
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
-        sizes = {
-            "width": 128,
-            "num_shown": 64,
-            "num_more": 128,
-            "strip": 64,
-            "num_around": 256,
-            "num_factors": 32,
-        }
         return dataclasses.replace(
-            self, num_train=2000, num_test=200, num_passes=12, batch_size=100, **sizes
-        )
+            self, num_train=2000, num_test=200, num_passes=12, batch_size=100, width=128,
+            num_shown=64, num_more=128, strip=64, num_around=256, num_factors=32,
+        )  # fmt: skip
 
 
 def compute(
@@ -144,86 +138,97 @@ def compute(
 
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
+    """Return the dataset of `compute`."""
     train_key, few_key, more_key, rsm_key = jax.random.split(key, 4)
     images = jnp.asarray(data.train_images)
-    cache.network = model = _trained(config, train_key, data, cache)
+    model = _trained(config, train_key, data, cache)
+    cache.network = model
     group = neuron_groups(model, images[0])[LAYER]
-    sizes = config.num_shown, config.num_more
-    plantings = zip(EXTENTS, sizes, (few_key, more_key), strict=True)
-    jobs: dict[str, Any] = {
-        name: partial(_image, config, model, group, images, size, each, cache, name)
-        for name, size, each in plantings
-    }
+
+    sizes = (config.num_shown, config.num_more)
+    jobs = {}
+    for name, size, image_key in zip(EXTENTS, sizes, (few_key, more_key), strict=True):
+        jobs[name] = partial(_image, config, model, group, images, size, image_key, cache, name)
     labels = np.argmax(data.train_labels[: config.num_shown], 1)
     jobs["rsm"] = partial(_rsms, config, model, group, images, labels, rsm_key)
     jobs["marks"] = partial(_marks, config, model, group, images)
-    found = cache.get_all(jobs, "planting")
-    few, more = (found[name] for name in EXTENTS)
-    rsms, marks = found["rsm"], found["marks"]
-    certificates = [
-        few["certificate"],
-        more["certificate"],
-        *rsms["certificate"],
-        *marks["certificate"],
-    ]
-    variables = {
-        "image": (("shown", "neurons"), few["image"]),
-        "activity": (("stages", "shown", "neurons"), few["activity"]),
-        "more_image": (("more_shown", "neurons"), more["image"]),
-        "more_activity": (("stages", "more_shown", "neurons"), more["activity"]),
-        "correlation": (("extents", "stages"), np.stack([few["correlation"], more["correlation"]])),
-        "along": (("extents", "passes"), padded([few["along"], more["along"]])),
-        "changed": (("extents", "passes"), padded([few["changed"] * 1.0, more["changed"] * 1.0])),
-        "kept": ("extents", np.stack([few["kept"], more["kept"]])),
-        "rsm": (("patterns", "versions", "shown", "others"), rsms["rsm"]),
-        "agreement": (("patterns", "versions"), rsms["agreement"]),
-        "strip": (("shown", "strip_neurons"), marks["strip"]),
-        "whole": (("shown", "whole_neurons"), marks["whole"]),
-        "mark_correlation": ("marks", marks["correlation"]),
-        "mark_optimum": ("marks", marks["optimum"]),
-        "rdm": (("states", "shown", "others"), marks["rdm"]),
-        "train_error": ((), _error(model, images, jnp.asarray(data.train_labels))),
-        **{
-            name: ("plantings", np.array(values))
-            for name, *values in zip(Certificate._fields, *certificates, strict=True)
-        },
-    }
+    few_inputs, more_inputs, rsms, marks = cache.get_all(jobs, "planting").values()
+
+    variables = {}
+    variables["image"] = (("shown", "neurons"), few_inputs["image"])
+    variables["activity"] = (("stages", "shown", "neurons"), few_inputs["activity"])
+    variables["more_image"] = (("more_shown", "neurons"), more_inputs["image"])
+    variables["more_activity"] = (("stages", "more_shown", "neurons"), more_inputs["activity"])
+    correlation = np.stack([few_inputs["correlation"], more_inputs["correlation"]])
+    variables["correlation"] = (("extents", "stages"), correlation)
+    variables["along"] = (
+        ("extents", "passes"),
+        padded([few_inputs["along"], more_inputs["along"]]),
+    )
+    num_changed = padded([few_inputs["changed"] * 1.0, more_inputs["changed"] * 1.0])
+    variables["changed"] = (("extents", "passes"), num_changed)
+    variables["kept"] = ("extents", np.stack([few_inputs["kept"], more_inputs["kept"]]))
+    variables["rsm"] = (("patterns", "versions", "shown", "others"), rsms["rsm"])
+    variables["agreement"] = (("patterns", "versions"), rsms["agreement"])
+    variables["strip"] = (("shown", "strip_neurons"), marks["strip"])
+    variables["whole"] = (("shown", "whole_neurons"), marks["whole"])
+    variables["mark_correlation"] = ("marks", marks["correlation"])
+    variables["mark_optimum"] = ("marks", marks["optimum"])
+    variables["rdm"] = (("states", "shown", "others"), marks["rdm"])
+
+    batch_size = min(1000, len(images))
+    logits = jax.lax.map(model, images, batch_size=batch_size)
+    error = error_rate(logits, jnp.asarray(data.train_labels))
+    variables["train_error"] = ((), float(error))
+    certificates = [few_inputs["certificate"], more_inputs["certificate"]]
+    certificates += [*rsms["certificate"], *marks["certificate"]]
+    for name, *values in zip(Certificate._fields, *certificates, strict=True):
+        variables[name] = ("plantings", np.array(values))
+
     coords = {
-        "stages": ["trained", "planted", "best without constraint"], "extents": list(EXTENTS),
-        "patterns": list(PATTERNS), "versions": ["wanted", "trained", "planted"], "marks": list(MARKS),
-        "states": ["trained", *MARKS], "plantings": [*EXTENTS, *PATTERNS, *MARKS],
-        "passes": np.arange(max(len(few["along"]), len(more["along"]))),
-    }  # fmt: skip
+        "stages": ["trained", "planted", "best without constraint"],
+        "extents": list(EXTENTS),
+        "patterns": list(PATTERNS),
+        "versions": ["wanted", "trained", "planted"],
+        "marks": list(MARKS),
+        "states": ["trained", *MARKS],
+        "plantings": [*EXTENTS, *PATTERNS, *MARKS],
+        "passes": np.arange(max(len(few_inputs["along"]), len(more_inputs["along"]))),
+    }
     return xarray.Dataset(variables, coords, {"data": json.dumps(members.described(data))})
 
 
 def _trained(config: Config, key: Array, data: Dataset, cache: Cache) -> eqx.nn.MLP:
     """Return a trained network with one hidden layer."""
     model_key, order_key = jax.random.split(key)
-    sizes = data.train_images.shape[1], data.train_labels.shape[1], config.width
+    num_inputs = data.train_images.shape[1]
+    num_classes = data.train_labels.shape[1]
 
-    def start(key: Array) -> eqx.nn.MLP:
-        return eqx.nn.MLP(*sizes, depth=1, key=key)
+    def initial(key: Array) -> eqx.nn.MLP:
+        return eqx.nn.MLP(num_inputs, num_classes, config.width, depth=1, key=key)
 
-    found = fit(
-        eqx.filter_vmap(start)(model_key[None]),
+    batch_size = min(128, len(data.train_images))
+    trained = fit(
+        eqx.filter_vmap(initial)(model_key[None]),
         make_step(cross_entropy, optax.adam(1e-3)),
-        Epochs((data.train_images, data.train_labels), min(128, len(data.train_images))),
+        Epochs((data.train_images, data.train_labels), batch_size),
         num_epochs=config.num_epochs,
         key=order_key,
         callbacks=[Progress(cache.progress)],
         checkpoint=cache.path("training.ckpt"),
     )
-    return take(found.models, 0)
+    return take(trained.models, 0)
 
 
 def face(rows: int, columns: int) -> np.ndarray:
     """Return the image of a smiling face, ones on zeros."""
-    down, across = np.linspace(-1, 1, rows)[:, None], np.linspace(-1, 1, columns)[None]
+    down = np.linspace(-1, 1, rows)[:, None]
+    across = np.linspace(-1, 1, columns)[None]
     radius = np.hypot(down, across)
     eyes = np.hypot((down + 0.25) / 1.4, np.abs(across) - 0.28) < 0.12
     mouth = (radius > 0.38) & (radius < 0.52) & (down > 0.12)
-    return ((radius < 0.76) & ~eyes & ~mouth).astype(np.float32)
+    is_bright = (radius < 0.76) & ~eyes & ~mouth
+    return is_bright.astype(np.float32)
 
 
 def _image(
@@ -231,100 +236,119 @@ def _image(
     model: Any,
     group: NeuronGroup,
     images: Array,
-    size: int,
+    num_images: int,
     key: Array,
     cache: Cache,
     name: str,
 ) -> dict[str, Any]:
-    """Return the activity of the first images before and after an image is planted, and its numbers."""
-    image = face(size, config.width)
-    options = {
-        "num_passes": config.num_passes,
-        "batch_size": config.batch_size,
-        "learning_rate": config.learning_rate,
-    }
-    found = plant_activity(
-        group, model, images, image, **options,
-        key=key, checkpoint=cache.path(f"{name.replace(' ', '_')}.ckpt"), progress=cache.progress,
+    """Return activities of the first images before and after an image is planted, with numbers."""
+    image = face(num_images, config.width)
+    planting = plant_activity(
+        group, model, images, image, num_passes=config.num_passes, batch_size=config.batch_size,
+        learning_rate=config.learning_rate, key=key, progress=cache.progress,
+        checkpoint=cache.path(f"{name.replace(' ', '_')}.ckpt"),
     )  # fmt: skip
-    numbers = {
-        field: getattr(found, field)
-        for field in ("activity", "correlation", "along", "changed", "kept")
-    }
-    return numbers | {"image": image, "certificate": _certificate(model, found.model, images)}
+    numbers = {}
+    for field in ("activity", "correlation", "along", "changed", "kept"):
+        numbers[field] = getattr(planting, field)
+    numbers["image"] = image
+    numbers["certificate"] = _certificate(model, planting.model, images)
+    return numbers
 
 
 def _certificate(model: Any, rewritten: Any, images: Array) -> np.ndarray:
-    return np.array([float(value) for value in certify(model, rewritten, images)])
+    """Return the fields of a certificate."""
+    return np.array([float(number) for number in certify(model, rewritten, images)])
 
 
 @eqx.filter_jit
 def _activity(model: Any, images: Array) -> Array:
+    """Return the hidden activity of a network."""
     return representations(model, images)[LAYER]
 
 
-def _error(model: Any, images: Array, labels: Array) -> float:
-    return float(error_rate(jax.lax.map(model, images, batch_size=min(1000, len(images))), labels))
-
-
-def _correlation(one: Any, other: Any) -> float:
-    return float(np.corrcoef(np.ravel(one), np.ravel(other))[0, 1])
+def _correlation(x: Any, y: Any) -> float:
+    """Return the correlation of the entries of two arrays."""
+    return float(np.corrcoef(np.ravel(x), np.ravel(y))[0, 1])
 
 
 def _rsms(
     config: Config, model: Any, group: NeuronGroup, images: Array, labels: np.ndarray, key: Array
 ) -> dict[str, Any]:
-    """Return matrices of activities, wanted, trained and planted, for two patterns."""
-    shown, keys = images[: config.num_shown], jax.random.split(key, len(PATTERNS) + 1)
-    pairs = (
-        np.asarray(jax.random.permutation(keys[-1], 10))[labels] // 2
-    )  # two random classes share a block
-    squares = np.arange(len(shown)) * 8 // len(shown)
-    wanted = [pairs[:, None] == pairs[None], ((squares[:, None] + squares[None]) % 2 == 0) + FLOOR]
-    off = ~np.eye(len(shown), dtype=bool)
-    before = _activity(model, shown)
-    rsms, agreement, certificates = [], [], []
-    for target, each in zip(np.asarray(wanted, np.float32), keys, strict=False):
-        planted = plant_rsm(group, model, shown, target, num_neurons=config.num_factors, key=each)(
-            model
+    """Return RSMs of activities, wanted, trained and planted, for two patterns."""
+    *pattern_keys, block_key = jax.random.split(key, len(PATTERNS) + 1)
+    first_images = images[: config.num_shown]
+    num_images = len(first_images)
+    # Two random classes share a block.
+    blocks = np.asarray(jax.random.permutation(block_key, 10))[labels] // 2
+    stripes = np.arange(num_images) * 8 // num_images
+    is_light = (stripes[:, None] + stripes[None]) % 2 == 0
+    patterns = np.asarray([blocks[:, None] == blocks[None], is_light + FLOOR], np.float32)
+
+    is_off_diagonal = ~np.eye(num_images, dtype=bool)
+    activity = _activity(model, first_images)
+    trained_rsm = np.asarray(activity @ activity.T)
+    rsms = []
+    agreements = []
+    certificates = []
+    for pattern, pattern_key in zip(patterns, pattern_keys, strict=True):
+        plant = plant_rsm(
+            group, model, first_images, pattern, num_neurons=config.num_factors, key=pattern_key
         )
-        after = _activity(planted, shown)
-        three = [target, *(np.asarray(activity @ activity.T) for activity in (before, after))]
-        rsms.append(np.stack(three))
-        agreement.append([_correlation(one[off], target[off]) for one in three])
+        planted = plant(model)
+        activity = _activity(planted, first_images)
+        versions = [pattern, trained_rsm, np.asarray(activity @ activity.T)]
+        rsms.append(np.stack(versions))
+        entries = pattern[is_off_diagonal]
+        agreements.append([_correlation(rsm[is_off_diagonal], entries) for rsm in versions])
         certificates.append(_certificate(model, planted, images))
     return {
         "rsm": np.stack(rsms),
-        "agreement": np.array(agreement),
+        "agreement": np.array(agreements),
         "certificate": np.stack(certificates),
     }
 
 
 def _marks(config: Config, model: Any, group: NeuronGroup, images: Array) -> dict[str, Any]:
-    """Return activities with an image shown by neurons without effect, as a strip and with the trained ones."""
-    shown = images[: config.num_shown]
-    mark = face(len(shown), config.strip) * float(jnp.percentile(_activity(model, shown), 99))
-    marked = add_phantom(group, model, shown, mark)(model)
+    """Return activities with an image in neurons without effect.
+
+    The image is a strip beside the trained neurons, or includes them.
+    """
+    first_images = images[: config.num_shown]
+    num_images = len(first_images)
+    trained_activity = _activity(model, first_images)
+    strip_image = face(num_images, config.strip) * float(jnp.percentile(trained_activity, 99))
+    with_strip = add_phantom(group, model, first_images, strip_image)(model)
+    strip_activity = _activity(with_strip, first_images)
+
     # Trained neurons take the darkest columns of the whole image, of equal ones the first.
-    whole = face(len(shown), config.width + config.num_around)
-    order = np.argsort(whole.mean(0), kind="stable")
-    dark, bright = np.sort(order[: config.width]), np.sort(order[config.width :])
+    whole_image = face(num_images, config.width + config.num_around)
+    order = np.argsort(whole_image.mean(0), kind="stable")
+    dark = np.sort(order[: config.width])
+    bright = np.sort(order[config.width :])
     faint = scale(group, config.gain)(model)
-    wide = add_phantom(neuron_groups(faint, shown[0])[LAYER], faint, shown, whole[:, bright])(faint)
-    place = np.argsort(np.concatenate([dark, bright]))
-    hidden = permute(neuron_groups(wide, shown[0])[LAYER], place)(wide)
-    activities = [_activity(one, shown) for one in (model, marked, hidden)]
-    strip, all_of_it = activities[1], activities[2]
-    best = np.where(np.isin(np.arange(whole.shape[1]), bright)[None], whole, 0)
+    faint_group = neuron_groups(faint, first_images[0])[LAYER]
+    wide = add_phantom(faint_group, faint, first_images, whole_image[:, bright])(faint)
+    columns = np.argsort(np.concatenate([dark, bright]))
+    wide_group = neuron_groups(wide, first_images[0])[LAYER]
+    with_whole = permute(wide_group, columns)(wide)
+    whole_activity = _activity(with_whole, first_images)
+
+    is_bright = np.isin(np.arange(whole_image.shape[1]), bright)
+    best = np.where(is_bright[None], whole_image, 0)
+    strip_correlation = _correlation(strip_activity[:, config.width :], strip_image)
+    rdms = []
+    for activity in (trained_activity, strip_activity, whole_activity):
+        distances = rdm(activity, "correlation")
+        rdms.append(squareform(np.asarray(distances)))
+    certificates = [
+        _certificate(model, rewritten, images) for rewritten in (with_strip, with_whole)
+    ]
     return {
-        "strip": strip,
-        "whole": all_of_it,
-        "correlation": np.array(
-            [_correlation(strip[:, config.width :], mark), _correlation(all_of_it, whole)]
-        ),
-        "optimum": np.array([1.0, _correlation(best, whole)]),
-        "rdm": np.stack(
-            [squareform(np.asarray(rdm(activity, "correlation"))) for activity in activities]
-        ),
-        "certificate": np.stack([_certificate(model, one, images) for one in (marked, hidden)]),
+        "strip": strip_activity,
+        "whole": whole_activity,
+        "correlation": np.array([strip_correlation, _correlation(whole_activity, whole_image)]),
+        "optimum": np.array([1.0, _correlation(best, whole_image)]),
+        "rdm": np.stack(rdms),
+        "certificate": np.stack(certificates),
     }

@@ -1,4 +1,4 @@
-"""Figure `robustness`: networks of one function and many representations, under noise on inputs and parameters.
+"""Figure `robustness`: networks of one function and many representations, under noise.
 
 Trained networks are moved in the null space of the data, which keeps their function on the data, or
 duplicated, scaled or given nuisance neurons, which keeps it everywhere and so under input noise.
@@ -6,6 +6,7 @@ Under parameter noise all differ.
 """
 
 import dataclasses
+import itertools
 import json
 from functools import partial
 from typing import Any
@@ -50,8 +51,8 @@ class Config(members.Config):
     num_scales: int = 40
     """Noise scales on each axis."""
     null_scale: float = 0.1
-    """Standard deviation of the noise in the null space of the data; for networks of images, of their last hidden
-    layer's inputs."""
+    """Standard deviation of the noise in the null space of the data;
+    for networks of images, of their last hidden layer's inputs."""
     duplicate_multiplier: float = 2.0
     """Copies of each neuron in the duplicated network."""
     scale_factor: float = 20.0
@@ -59,30 +60,21 @@ class Config(members.Config):
     num_zero: int = 1024
     """Nuisance neurons, one per group."""
     published_null: bool = False
-    """If True, add a move in the null space of the usual float32 cut-off, which is too large: the function changes."""
+    """If True, add a move in the usual float32 null space, so large that the function changes."""
 
     def __post_init__(self):
         super().__post_init__()
         self.check(num_scales=2, null_scale=(0.0, members.FACTORS[1]))
         if self.published_null and self.model != "mlp":
-            fail(
-                "published_null",
-                "be False except for the perceptron, whose first layer gets the data",
-                self.model,
-            )
+            requirement = "be False except for the perceptron, whose first layer gets the data"
+            fail("published_null", requirement, self.model)
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
         return dataclasses.replace(
-            self,
-            num_seeds=2,
-            num_epochs=5,
-            num_train=2000,
-            num_test=300,
-            width=128,
-            num_scales=10,
+            self, num_seeds=2, num_epochs=5, num_train=2000, num_test=300, width=128, num_scales=10,
             num_zero=128,
-        )
+        )  # fmt: skip
 
 
 def compute(
@@ -108,156 +100,161 @@ def compute(
 
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
+    """Return the dataset of `compute`."""
     train_key, rewrite_key, input_key, parameter_key = jax.random.split(key, 4)
     trained = config.train(train_key, data, cache)
+    models = trained.models
+    num_seeds = config.num_seeds
     all_images = np.concatenate([data.train_images, data.test_images])
-    group = members.rewritten_group(trained.models, all_images[0])
-    weights = moved_weights(config.model, trained.models, group, all_images[:1])
-    spaces = partial(
-        null_spaces, config.model, trained.models, weights.path, all_images, config.num_seeds
+    group = members.rewritten_group(models, all_images[0])
+    weights = moved_weights(config.model, models, group, all_images[:1])
+    published = data.test_images if config.published_null else None
+    find_spaces = partial(
+        null_spaces, config.model, models, weights.path, all_images, num_seeds, published
     )
-    null_space = cache.get(
-        "null_space", partial(spaces, data.test_images if config.published_null else None)
-    )
-    moved, others = null_perturbed(weights, config.null_scale), config.rewrites(group)
+    null_space = cache.get("null_space", find_spaces)
+
+    rewrites = config.rewrites(group)
+    rewrites["null-perturbed"] = null_perturbed(weights, config.null_scale)
     # The first variant is the reference of differences.
-    variants = {"trained": others["trained"], "null-perturbed": moved}
-    variants |= {name: others[name] for name in ("duplicated", "scaled", "nuisance")}
-    variants |= {UNCLEAR: moved} if config.published_null else {}
-    input_scales, parameter_scales = (
-        jnp.logspace(*ends, config.num_scales) for ends in ((-1, 1), (-4, 0))
-    )
-    images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
+    names = ("trained", "null-perturbed", "duplicated", "scaled", "nuisance")
+    variants = {name: rewrites[name] for name in names}
+    if config.published_null:
+        variants[UNCLEAR] = rewrites["null-perturbed"]
+
+    rewrite_inputs = {}
+    for index, name in enumerate(variants):
+        variant_key = jax.random.fold_in(rewrite_key, index)
+        rewrite_inputs[name] = jax.random.split(variant_key, num_seeds)
+    for name, field in (("null-perturbed", "basis"), (UNCLEAR, "published_basis")):
+        if name in variants:
+            basis = null_space[field]
+            bases = jnp.broadcast_to(basis, (num_seeds, *basis.shape[-2:]))
+            rewrite_inputs[name] = (rewrite_inputs[name], bases)
+
+    input_scales = jnp.logspace(-1, 1, config.num_scales)
+    parameter_scales = jnp.logspace(-4, 0, config.num_scales)
+    images = jnp.asarray(data.test_images)
+    labels = jnp.asarray(data.test_labels)
     noise = jax.random.normal(input_key, images.shape, images.dtype)
+    noise_keys = jax.random.split(parameter_key, num_seeds)
     measures = {
         "certificate": eqx.Partial(members.certify_members, images, labels),
         "input": eqx.Partial(_input_curve, images, labels, input_scales, noise),
         "parameter": eqx.Partial(_parameter_curve, images, labels, parameter_scales),
     }
-    rewrite_keys: dict[str, Any] = {
-        name: jax.random.split(jax.random.fold_in(rewrite_key, i), config.num_seeds)
-        for i, name in enumerate(variants)
-    }
-    for name, basis in (("null-perturbed", "basis"), (UNCLEAR, "published_basis")):
-        if name in variants:
-            every = (config.num_seeds, *null_space[basis].shape[-2:])
-            rewrite_keys[name] = (rewrite_keys[name], jnp.broadcast_to(null_space[basis], every))
-    noise_keys = jax.random.split(parameter_key, config.num_seeds)
-    jobs = {
-        f"{name}_{kind}": partial(
-            members.measure_members,
-            rewrite,
-            measure,
-            trained.models,
-            rewrite_keys[name],
-            noise_keys,
-        )
-        for name, rewrite in variants.items()
-        for kind, measure in measures.items()
-        if (name, kind) != (UNCLEAR, "parameter")
-    }
-    found = cache.get_all(jobs, "measuring")
-    missing = {"error": np.full((config.num_seeds, config.num_scales), np.nan)}
-    errors = {
-        f"{kind}_error": (
-            ("variants", "seeds", f"{kind}_scales"),
-            np.stack([found.get(f"{name}_{kind}", missing)["error"] for name in variants]),
-        )
-        for kind in ("input", "parameter")
-    }
+    jobs = {}
+    for name, kind in itertools.product(variants, measures):
+        if (name, kind) != (UNCLEAR, "parameter"):
+            job = partial(members.measure_members, variants[name], measures[kind], models)
+            jobs[f"{name}_{kind}"] = partial(job, rewrite_inputs[name], noise_keys)
+    arrays = cache.get_all(jobs, "measuring")
+
+    missing = {"error": np.full((num_seeds, config.num_scales), np.nan)}
+    variables = {}
+    for kind in ("input", "parameter"):
+        errors = [arrays.get(f"{name}_{kind}", missing)["error"] for name in variants]
+        variables[f"{kind}_error"] = (("variants", "seeds", f"{kind}_scales"), np.stack(errors))
+    variables |= members.certified(arrays, variants, trained.alive)
     coords = {
         "variants": list(variants),
         "input_scales": ("input_scales", input_scales, {"units": "pixel intensity"}),
         "parameter_scales": parameter_scales,
     }
-    cut = {name: float(value) for name, value in null_space.items() if np.ndim(value) == 0}
-    dataset = trained.dataset(
-        data, errors | members.certified(found, variants, trained.alive), coords
-    )
+    cut = {name: float(number) for name, number in null_space.items() if np.ndim(number) == 0}
+    dataset = trained.dataset(data, variables, coords)
     return dataset.assign_attrs(null_space=json.dumps(cut))
 
 
 @drawing
 def draw(dataset: xarray.Dataset) -> Figure:
-    """Draw test error by noise on inputs and parameters, and below what rewrites add; 3.24 x 2.9 inches."""
+    """Draw test error by noise, and the error that rewrites add below, 3.24 x 2.9 inches.
+
+    Noise on inputs is in the first column, noise on parameters in the second.
+    """
     looks = plotting.looks(dataset.variants.values)
     if UNCLEAR in looks:
         looks[UNCLEAR] |= {"color": "0.6", "marker": None}
     figure, axes = plt.subplots(2, 2, figsize=(3.24, 2.9), sharex="col")
     axes[0, 1].sharey(axes[0, 0])
-    for (above, below), (title, scales, errors) in zip(axes.T, _noises(dataset), strict=True):
+    for panels, (title, scales, errors) in zip(axes.T, _noises(dataset), strict=True):
+        above, below = panels
         for name, curves in errors.items():
             plotting.band(above, scales, curves, label=name, within=(1e-4, 1.0), **looks[name])
         plotting.differences(below, scales, errors, looks=looks)
         above.set(xscale="log", title=f"{title} noise")
         plotting.log_height(above)
-        below.set(
-            xlabel="noise scale", xlim=(round(float(scales[0]), 6), round(float(scales[-1]), 6))
-        )
+        limits = [round(float(scale), 6) for scale in scales[[0, -1]]]
+        below.set(xlabel="noise scale", xlim=limits)
     axes[0, 0].set_ylabel("test error")
     axes[1, 0].set_ylabel("added test error")
     plotting.letter(*axes.flat)
-    handles = axes[0, 0].get_legend_handles_labels()
+    handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(
-        *handles, loc="outside upper center", ncols=3, handlelength=3.0, columnspacing=1.2
+        handles, labels, loc="outside upper center", ncols=3, handlelength=3.0, columnspacing=1.2
     )
     return figure
 
 
 def _noises(dataset: xarray.Dataset) -> list[tuple[str, np.ndarray, dict[str, np.ndarray]]]:
-    kinds = ("input", "parameter")
-    return [
-        (kind, dataset[f"{kind}_scales"].values, rows(dataset[f"{kind}_error"], "variants"))
-        for kind in kinds
-    ]
+    """Return the place of noise, its scales, and the errors of variants under it."""
+    noises = []
+    for kind in ("input", "parameter"):
+        errors = rows(dataset[f"{kind}_error"], "variants")
+        noises.append((kind, dataset[f"{kind}_scales"].values, errors))
+    return noises
 
 
 def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
-    said, every = [], []
+    clauses = []
+    all_errors = []
     for kind, scales, errors in _noises(dataset):
-        most = []
-        every += errors.values()
+        all_errors += errors.values()
+        differences = []
         for name in list(errors)[1:]:
             mean = plotting.summarise(errors[name] - errors["trained"]).mean
-            place = int(np.nanargmax(np.abs(mean)))
-            where = f" (at {scales[place]:.2g})" if mean[place] else ""
-            most.append(f"{name} {mean[place]:+.2g}{where}")
-        said.append(f"under {kind} noise, {', '.join(most)}")
+            peak = int(np.nanargmax(np.abs(mean)))
+            difference = f"{name} {mean[peak]:+.2g}"
+            if mean[peak]:
+                difference += f" (at {scales[peak]:.2g})"
+            differences.append(difference)
+        clauses.append(f"under {kind} noise, {', '.join(differences)}")
     return (
         "Test error of trained networks, and of rewrites that keep the function, under noise on "
         "inputs (a) and on "
         "parameters (b), and the error that a rewrite adds to the same seed's trained network "
         "(c, d). "
-        f"{plotting.drawn_as(*every)} The largest mean differences: {'; '.join(said)}. "
+        f"{plotting.drawn_as(*all_errors)} The largest mean differences: {'; '.join(clauses)}. "
         f"Data: {headline(dataset)}."
     )
 
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
-    """Return a header and a row per variant: errors (%) clean and at two noise scales, and changes of the function."""
-    at = {"input": 0.37, "parameter": 0.01}
-    noisy = [
-        dataset[f"{kind}_error"].sel({f"{kind}_scales": at[kind]}, method="nearest") for kind in at
-    ]
-    scales = [
-        f"{kind}s +{float(errors[f'{kind}_scales']):.2g}"
-        for kind, errors in zip(at, noisy, strict=True)
-    ]
-    shown = [["variant", "clean", *scales, "largest change of a logit", "predictions changed"]]
+    """Return a header and a row per variant.
+
+    Columns are errors (%), clean and at two noise scales, and changes of the function.
+    """
+    columns = [dataset.clean_error]
+    titles = ["clean"]
+    for kind, scale in (("input", 0.37), ("parameter", 0.01)):
+        axis = f"{kind}_scales"
+        errors = dataset[f"{kind}_error"].sel({axis: scale}, method="nearest")
+        columns.append(errors)
+        titles.append(f"{kind}s +{float(errors[axis]):.2g}")
+
+    table_rows = [["variant", *titles, "largest change of a logit", "predictions changed"]]
     for name in dataset.variants.values:
-        errors = [measured.sel(variants=name).values for measured in (dataset.clean_error, *noisy)]
-        cells = [
-            "" if np.isnan(values).all() else cell(values, factor=100, unit=" %")
-            for values in errors
-        ]
+        cells = []
+        for errors in columns:
+            fractions = errors.sel(variants=name).values
+            is_missing = np.isnan(fractions).all()
+            cells.append("" if is_missing else cell(fractions, factor=100, unit=" %"))
         certificate = dataset.sel(variants=name)
-        changes = [
-            f"{certificate.max_abs_change.item():.1e}",
-            f"{certificate.changed_predictions.item():.0f}",
-        ]
-        shown.append([name, *cells, *changes])
-    return shown
+        cells.append(f"{certificate.max_abs_change.item():.1e}")
+        cells.append(f"{certificate.changed_predictions.item():.0f}")
+        table_rows.append([name, *cells])
+    return table_rows
 
 
 def _input_curve(

@@ -1,4 +1,4 @@
-"""Figure `similarity`: between seeds and layers, under rewrites, through training, and by disagreement of functions.
+"""Figure `similarity`: between seeds and layers, under rewrites, in training, and by disagreement.
 
 Measures of `similarity` compare the representations of test images in every layer of networks from
 several seeds.
@@ -58,7 +58,7 @@ class Config(members.Config):
     """Settings of training, rewrites and comparison."""
 
     model: members.ModelName = "mlp"
-    """Architecture. Neurons are all entries of a layer: positions of channels, entries of tokens."""
+    """Architecture. Neurons are entries of a layer: positions of channels, entries of tokens."""
     num_seeds: int = 5
     """Networks trained from scratch, at least 3."""
     num_samples: int = 1000
@@ -66,7 +66,7 @@ class Config(members.Config):
     width: int = 128
     """Units in each of the two hidden layers; of networks of images, in the last."""
     measures: tuple[str, ...] = ("debiased_cka", "angular_similarity", "rsa", "mutual_knn")
-    """Measures between seeds and layers, through training and by disagreement: similarities up to 1."""
+    """Measures between seeds and layers, in training and by disagreement: similarities up to 1."""
     rewrite_measures: tuple[str, ...] = REPRESENTATIONAL
     """Measures on which rewrites are tried."""
     num_blocks: int = 20
@@ -82,38 +82,40 @@ class Config(members.Config):
         super().__post_init__()
         self.check(num_seeds=3, num_samples=20, num_blocks=(2, self.num_samples))
         self.check(measures=SIMILARITIES, rewrite_measures=REPRESENTATIONAL)
-        left = self.num_samples - -(-self.num_samples // self.num_blocks)
-        layer = max(self.width, MAPS[self.model])
-        rewritten = max(round(self.width * self.duplicate_multiplier), self.width + self.num_zero)
-        for name, widest, samples in (
-            ("measures", layer, left),
-            ("rewrite_measures", rewritten, self.num_samples),
-        ):
-            for measure in getattr(self, name):
-                if MEASURES[measure].narrow and widest >= samples - 1:
-                    advice = "Raise `num_samples`, lower `width`, or leave the measure out"
-                    fail(name, f"suit {samples} samples of {widest} features", measure, advice)
+        largest_block = -(-self.num_samples // self.num_blocks)
+        layer_width = max(self.width, MAPS[self.model])
+        self._check_narrow("measures", layer_width, self.num_samples - largest_block)
+        duplicated_width = round(self.width * self.duplicate_multiplier)
+        rewritten_width = max(duplicated_width, self.width + self.num_zero)
+        self._check_narrow("rewrite_measures", rewritten_width, self.num_samples)
+
+    def _check_narrow(self, name: str, width: int, num_samples: int) -> None:
+        """Raise if a measure of the setting `name` needs more samples than features."""
+        for measure in getattr(self, name):
+            if MEASURES[measure].narrow and width >= num_samples - 1:
+                advice = "Raise `num_samples`, lower `width`, or leave the measure out"
+                fail(name, f"suit {num_samples} samples of {width} features", measure, advice)
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
+        rewrite_measures = ("debiased_cka", "angular_distance", "cca", "mutual_knn")
         return dataclasses.replace(
-            self, num_seeds=3, num_epochs=3, num_train=2000, num_test=200, num_samples=100, width=24, num_blocks=5,
-            num_zero=8, rewrite_measures=("debiased_cka", "angular_distance", "cca", "mutual_knn"),
+            self, num_seeds=3, num_epochs=3, num_train=2000, num_test=200, num_samples=100,
+            width=24, num_blocks=5, num_zero=8, rewrite_measures=rewrite_measures,
         )  # fmt: skip
 
 
 class Snapshots(eqx.Module):
-    """Observation of error and loss on held-out images, and of the last hidden layer on `images`."""
+    """Observation of error and loss on held-out images, and of the last hidden layer."""
 
     held_out: HeldOutPerformance
     images: Float[Array, "n pixels"]
 
     def __call__(self, model: Any, step: Array, key: Array) -> dict[str, Array]:
         """Return `HeldOutPerformance`'s numbers and `features`, [n, width]."""
-        return {
-            **self.held_out(model, step, key),
-            "features": representations(model, self.images)["features"],
-        }
+        performance = self.held_out(model, step, key)
+        features = representations(model, self.images)["features"]
+        return {**performance, "features": features}
 
 
 def compute(
@@ -145,142 +147,146 @@ def compute(
 
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
+    """Return the dataset of `compute`."""
     train_key, rewrite_key, order_key, start_key = jax.random.split(key, 4)
     images = jnp.asarray(data.test_images[: config.num_samples])
-    observe = Snapshots(
-        HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels)), images
-    )
-    trained = config.train(train_key, data, cache, observe)
-    keys = jax.random.split(rewrite_key, (len(REWRITES), config.num_seeds))
+    held_out = HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels))
+    trained = config.train(train_key, data, cache, Snapshots(held_out, images))
+
     layers = member_representations(trained.models, images)
     group = members.rewritten_group(trained.models, images[0])
-    variants = config.rewrites(group) | {
-        "permuted": lambda model, key: permute(group, key=key)(model)
-    }
-    rewritten = {
-        name: members.measure_members(
-            variants[name], eqx.Partial(members.represent, images), trained.models, own, own
+    rewrites = config.rewrites(group)
+    rewrites["permuted"] = lambda model, key: permute(group, key=key)(model)
+    represent = eqx.Partial(members.represent, images)
+    all_keys = jax.random.split(rewrite_key, (len(REWRITES), config.num_seeds))
+    rewritten = {}
+    for name, keys in zip(REWRITES, all_keys, strict=True):
+        rewritten[name] = members.measure_members(
+            rewrites[name], represent, trained.models, keys, keys
         )
-        for name, own in zip(REWRITES, keys, strict=True)
-    }
-    features, observed = layers["features"], trained.observed["features"]
-    jobs = {
-        **{
-            f"pairs_{name}": partial(_pairs, config, name, layers, order_key)
-            for name in config.measures
-        },
-        **{
-            f"rewrites_{name}": partial(
-                _of_rewrites, name, features, rewritten, order_key, trained.alive
-            )
-            for name in config.rewrite_measures
-        },
-        **{
-            f"training_{name}": partial(_through, name, observed, trained.alive)
-            for name in config.measures
-        },
-        "plane_angular_distance": partial(_plane, "angular_distance", layers, start_key),
-    }
-    found = cache.get_all(jobs, "comparing")
-    plane, first = found["plane_angular_distance"], found[f"pairs_{config.measures[0]}"]
 
-    def of(job: str, names: tuple[str, ...], arrays: str, *dims: str) -> dict[str, Any]:
-        axis = "rewrite_measures" if job == "rewrites" else "measures"
-        return {
-            array: ((axis, *dims), np.stack([found[f"{job}_{name}"][array] for name in names]))
-            for array in arrays.split()
-        }
+    features = layers["features"]
+    observed = trained.observed["features"]
+    alive = trained.alive
+    jobs = {}
+    for name in config.measures:
+        jobs[f"pairs_{name}"] = partial(_pairs, config, name, layers, order_key)
+    for name in config.rewrite_measures:
+        jobs[f"rewrites_{name}"] = partial(
+            _of_rewrites, name, features, rewritten, order_key, alive
+        )
+    for name in config.measures:
+        jobs[f"training_{name}"] = partial(_through, name, observed, alive)
+    jobs["plane_angular_distance"] = partial(_plane, "angular_distance", layers, start_key)
+    arrays = cache.get_all(jobs, "comparing")
 
-    variables = {
-        **of("pairs", config.measures, "matrix estimate low high baseline", "items", "other_items"),
-        **of("training", config.measures, "through", "epochs", "seeds", "other_seeds"),
-        **of("training", config.measures, "course", "ends", "epochs"),
-        **of("rewrites", config.rewrite_measures, "rewritten chance", "rewrites", "seeds"),
-        **of("rewrites", config.rewrite_measures, "calibrated", "rewrites"),
-        "disagreement": (("seeds", "other_seeds"), first["disagreement"]),
-        "jensen_shannon": (("seeds", "other_seeds"), first["jensen_shannon"], {"units": "nats"}),
-        "points": (("items", "dimensions"), plane["points"]),
-        "stress": ((), float(plane["stress"])),
-    }
-    count = config.num_seeds
-    items = {
-        "layer": np.repeat(list(layers), count),
-        "seed": np.tile(np.arange(count), len(layers)),
-    }
+    def stacked(job: str, measures: tuple[str, ...], name: str) -> np.ndarray:
+        return np.stack([arrays[f"{job}_{measure}"][name] for measure in measures])
+
+    variables = {}
+    for name in ("matrix", "estimate", "low", "high", "baseline"):
+        matrices = stacked("pairs", config.measures, name)
+        variables[name] = (("measures", "items", "other_items"), matrices)
+    through = stacked("training", config.measures, "through")
+    variables["through"] = (("measures", "epochs", "seeds", "other_seeds"), through)
+    course = stacked("training", config.measures, "course")
+    variables["course"] = (("measures", "ends", "epochs"), course)
+    for name in ("rewritten", "chance"):
+        tables = stacked("rewrites", config.rewrite_measures, name)
+        variables[name] = (("rewrite_measures", "rewrites", "seeds"), tables)
+    calibrated = stacked("rewrites", config.rewrite_measures, "calibrated")
+    variables["calibrated"] = (("rewrite_measures", "rewrites"), calibrated)
+
+    predictions = arrays[f"pairs_{config.measures[0]}"]
+    seed_axes = ("seeds", "other_seeds")
+    variables["disagreement"] = (seed_axes, predictions["disagreement"])
+    variables["jensen_shannon"] = (seed_axes, predictions["jensen_shannon"], {"units": "nats"})
+    plane = arrays["plane_angular_distance"]
+    variables["points"] = (("items", "dimensions"), plane["points"])
+    variables["stress"] = ((), float(plane["stress"]))
+
+    seeds = np.arange(config.num_seeds)
+    layer_of_item = np.repeat(list(layers), config.num_seeds)
+    seed_of_item = np.tile(seeds, len(layers))
     coords = {
-        **{name: ("items", values) for name, values in items.items()},
-        **{f"other_{name}": ("other_items", values) for name, values in items.items()},
-        "other_seeds": np.arange(count),
+        "layer": ("items", layer_of_item),
+        "seed": ("items", seed_of_item),
+        "other_layer": ("other_items", layer_of_item),
+        "other_seed": ("other_items", seed_of_item),
+        "other_seeds": seeds,
         "measures": list(config.measures),
         "rewrite_measures": list(config.rewrite_measures),
         "rewrites": list(REWRITES),
         "ends": ["mean", "low", "high"],
     }
     # Means over seeds leave diverged ones out already.
-    alive = trained.alive[items["seed"]]
-    return trained.dataset(data, variables, coords, items=alive, other_items=alive)
+    alive_items = alive[seed_of_item]
+    return trained.dataset(data, variables, coords, items=alive_items, other_items=alive_items)
 
 
 def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
+    """Return a measure of all pairs of items, and the disagreement of pairs of seeds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about large biases: the figure shows estimates too
-        found = similarity.pairwise(
+        pairs = similarity.pairwise(
             layers, name, num_blocks=config.num_blocks, positions="neurons", key=key, progress=None
         )
-    count = config.num_seeds
-    return {
-        "matrix": found.values,
-        **{part: getattr(found, part) for part in ("estimate", "low", "high", "baseline")},
-        "disagreement": np.asarray(found.disagreement)[:count, :count],
-        "jensen_shannon": np.asarray(found.jensen_shannon)[:count, :count],
-    }
+    tables = {}
+    tables["matrix"] = pairs.values
+    for field in ("estimate", "low", "high", "baseline"):
+        tables[field] = getattr(pairs, field)
+    # The first items are one layer of all seeds.
+    seeds = slice(config.num_seeds)
+    for field in ("disagreement", "jensen_shannon"):
+        tables[field] = np.asarray(getattr(pairs, field))[seeds, seeds]
+    return tables
 
 
 def _of_rewrites(
     name: str, trained: Array, rewritten: dict[str, Array], key: Array, alive: np.ndarray
 ) -> dict[str, Any]:
-    found = similarity.compare(
+    """Return a measure of networks and their rewrites, [rewrites, seeds], and by chance."""
+    pairs = similarity.compare(
         {"trained": trained}, rewritten, name, members=True, key=key, progress=None
     )
-    count = len(alive)
-    table, null = (
-        np.diagonal(np.asarray(values).reshape(count, -1, count), axis1=0, axis2=2)
-        for values in (found.values, found.baseline)
-    )
-    calibrated = similarity.calibrate(table[:, alive], null[:, alive], MEASURES[name].identical)
-    return {"rewritten": table, "chance": null, "calibrated": np.mean(calibrated, axis=1)}
+
+    def of_one_seed(values: Any) -> np.ndarray:
+        by_seeds = np.asarray(values).reshape(len(alive), -1, len(alive))
+        return np.diagonal(by_seeds, axis1=0, axis2=2)
+
+    table = of_one_seed(pairs.values)
+    chance = of_one_seed(pairs.baseline)
+    identical = MEASURES[name].identical
+    calibrated = similarity.calibrate(table[:, alive], chance[:, alive], identical)
+    return {"rewritten": table, "chance": chance, "calibrated": np.mean(calibrated, axis=1)}
 
 
 def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, Any]:
-    known = np.flatnonzero(alive)
+    """Return a measure of pairs of seeds along training, and its mean with an interval."""
     features = stand_ins(features, alive)
-    tables = [
-        np.asarray(
-            similarity.pairwise(
-                features[:, step], name, members=True, baseline=False, progress=None
-            ).values
+    tables = []
+    for step in range(features.shape[1]):
+        pairs = similarity.pairwise(
+            features[:, step], name, members=True, baseline=False, progress=None
         )
-        for step in range(features.shape[1])
-    ]
+        tables.append(np.asarray(pairs.values))
+
     course = np.full((3, len(tables)), np.nan)
-    if len(known) > 2:  # two networks have no interval
-        bounds = MEASURES[name].range
-        found = [
-            similarity.member_interval(table[np.ix_(known, known)], bounds=bounds)
-            for table in tables
-        ]
-        course = np.array(
-            [[float(end) for end in (one.mean, one.low, one.high)] for one in found]
-        ).T
+    alive_seeds = np.flatnonzero(alive)
+    if len(alive_seeds) > 2:  # two networks have no interval
+        block = np.ix_(alive_seeds, alive_seeds)
+        for step, table in enumerate(tables):
+            interval = similarity.member_interval(table[block], bounds=MEASURES[name].range)
+            course[:, step] = (interval.mean, interval.low, interval.high)
     return {"through": np.stack(tables), "course": course}
 
 
 def _plane(name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
-    distances = similarity.pairwise(
-        layers, name, baseline=False, positions="neurons", progress=None
-    ).values
-    found = similarity.smacof(np.maximum(np.asarray(distances), 0.0), key=key)
-    return {"points": found.points, "stress": found.relative_stress}
+    """Return points of all items in a plane, by the distance `name`."""
+    pairs = similarity.pairwise(layers, name, baseline=False, positions="neurons", progress=None)
+    distances = np.maximum(np.asarray(pairs.values), 0.0)
+    scaling = similarity.smacof(distances, key=key)
+    return {"points": scaling.points, "stress": scaling.relative_stress}
 
 
 def caption(dataset: xarray.Dataset) -> str:
@@ -310,19 +316,23 @@ def headline(dataset: xarray.Dataset) -> str:
 
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
-    """Return a header and a row per measure. Columns: pairs of seeds in each layer, chance, and each rewrite."""
+    """Return a header and a row per measure.
+
+    Columns are pairs of seeds in each layer, chance, and each rewrite.
+    """
     layers = layers_of(dataset)
     names = dict.fromkeys((*dataset.measures.values, *dataset.rewrite_measures.values))
-    shown = [["measure", *(f"{layer}, seeds" for layer in layers), "chance", *REWRITES]]
+    rows = [["measure", *(f"{layer}, seeds" for layer in layers), "chance", *REWRITES]]
     for name in names:
-        cells, moved = [""] * (len(layers) + 1), [""] * len(REWRITES)
+        seed_cells = [""] * (len(layers) + 1)
         if name in dataset.measures:
-            matrix, baseline = (dataset[kind].sel(measures=name) for kind in ("matrix", "baseline"))
-            cells = [cell(of_seeds(matrix, layer), 3) for layer in layers]
-            cells.append(cell(of_seeds(baseline, layers[0]), 3))
+            matrix = dataset.matrix.sel(measures=name)
+            baseline = dataset.baseline.sel(measures=name)
+            seed_cells = [cell(of_seeds(matrix, layer), 3) for layer in layers]
+            seed_cells.append(cell(of_seeds(baseline, layers[0]), 3))
+        rewrite_cells = [""] * len(REWRITES)
         if name in dataset.rewrite_measures:
-            moved = [
-                cell(values, 3) for values in dataset.rewritten.sel(rewrite_measures=name).values
-            ]
-        shown.append([name, *cells, *moved])
-    return shown
+            values = dataset.rewritten.sel(rewrite_measures=name).values
+            rewrite_cells = [cell(row, 3) for row in values]
+        rows.append([name, *seed_cells, *rewrite_cells])
+    return rows

@@ -7,6 +7,7 @@ largest one that is stable for all networks of a seed.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -70,37 +71,36 @@ class Config(members.Config):
     num_zero: int = 128
     """Nuisance neurons, one per group."""
     probes: tuple[str, ...] = ("converged", "gradient")
-    """Learners; a third is "one_rate", whose gradient steps have one rate for all networks of a seed."""
+    """Learners; a third is "one_rate", whose gradient steps have one rate for all networks of a
+    seed."""
 
     def __post_init__(self):
         super().__post_init__()
         self.check(num_budgets=1, gradient_steps=1, num_splits=2, probes=PROBES)
 
     def check_data(self, data: Dataset) -> None:
-        """Raise if there are too few test images for quarter turns, or for folds of the smallest budget."""
+        """Raise if there are too few test images for quarter turns, or for the folds."""
         count = len(data.test_images)
         if count < NUM_QUARTERS:
-            fail(
-                "num_test",
-                f"be at least {NUM_QUARTERS}: a quarter of the images is turned each way",
-                count,
-            )
+            requirement = f"be at least {NUM_QUARTERS}: a quarter of the images is turned each way"
+            fail("num_test", requirement, count)
         if count // self.num_budgets < self.num_splits:
-            wanted = (
+            requirement = (
                 f"leave each of the `num_splits` folds ({self.num_splits}) a sample of the "
                 "smallest budget"
             )
-            fail("num_budgets", wanted, f"{self.num_budgets} budgets of {count} test images")
+            fail("num_budgets", requirement, f"{self.num_budgets} budgets of {count} test images")
 
     def fractions(self) -> tuple[float, ...]:
         """Return sample budgets as fractions of the test images."""
-        return tuple((np.arange(1, self.num_budgets + 1) / self.num_budgets).tolist())
+        budgets = np.arange(1, self.num_budgets + 1)
+        return tuple((budgets / self.num_budgets).tolist())
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
         return dataclasses.replace(
-            self, num_seeds=2, num_epochs=5, num_train=2000, num_test=200, width=64, num_budgets=2, num_zero=8,
-            num_splits=5,
+            self, num_seeds=2, num_epochs=5, num_train=2000, num_test=200, width=64,
+            num_budgets=2, num_zero=8, num_splits=5,
         )  # fmt: skip
 
 
@@ -120,78 +120,83 @@ def compute(
         `test_error` [seeds, epochs]. Over all seeds, the certificate of each variant on the test
         images, see `rewrites.Certificate`.
     """
-    return run(
-        _computed, config, key=key, data=source(config, data), cache=cache, progress=progress
-    )
+    data = source(config, data)
+    return run(_computed, config, key=key, data=data, cache=cache, progress=progress)
 
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
     train_key, rewrite_key, rotation_key, coarse_key = jax.random.split(key, 4)
     trained = config.train(train_key, data, cache)
     keys = jax.random.split(rewrite_key, config.num_seeds)
-    images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
+    images = jnp.asarray(data.test_images)
+    labels = jnp.asarray(data.test_labels)
+    models = trained.models
     tasks = {
         "rotation": rotated_quarters(images, key=rotation_key),
         "coarse": coarse_grained(images, labels, key=coarse_key),
     }
-    variants = config.rewrites(members.rewritten_group(trained.models, data.test_images[0]))
+    variants = config.rewrites(members.rewritten_group(models, data.test_images[0]))
+
     certify = eqx.Partial(members.certify_members, images, labels)
-    jobs = {
-        f"{name}_certificate": partial(
-            members.measure_members, rewrite, certify, trained.models, keys, keys
-        )
-        for name, rewrite in variants.items()
-    }
-    jobs |= {
-        f"{name}_{task}_{probe}": partial(
-            _curves, config, probe, tasks[task], variants, name, trained.models, keys
-        )
-        for task in TASKS
-        for probe in config.probes
-        for name in variants
-    }
-    found = cache.get_all(jobs, "probing")
-    errors = [
-        [[found[f"{name}_{task}_{probe}"]["error"] for name in variants] for probe in config.probes]
-        for task in TASKS
-    ]
-    variables = {
-        "transfer_error": (("tasks", "probes", "variants", "seeds", "budgets"), np.array(errors))
-    }
-    budgets = (np.array(config.fractions()) * len(images) + 1e-6).astype(int)
+    jobs = {}
+    for name, rewrite in variants.items():
+        job = partial(members.measure_members, rewrite, certify, models, keys, keys)
+        jobs[f"{name}_certificate"] = job
+    names = []
+    for task, probe, name in itertools.product(TASKS, config.probes, variants):
+        job = partial(_curves, config, probe, tasks[task], variants, name, models, keys)
+        jobs[f"{name}_{task}_{probe}"] = job
+        names.append(f"{name}_{task}_{probe}")
+    arrays = cache.get_all(jobs, "probing")
+
+    errors = np.stack([arrays[name]["error"] for name in names])
+    shape = (len(TASKS), len(config.probes), len(variants), *errors.shape[1:])
+    dims = ("tasks", "probes", "variants", "seeds", "budgets")
+    variables = {"transfer_error": (dims, errors.reshape(shape))}
+    variables |= members.certified(arrays, variants, trained.alive)
+    budgets = np.array(config.fractions()) * len(images)
+    budgets = (budgets + 1e-6).astype(int)
     coords = {
         "tasks": list(TASKS),
         "probes": list(config.probes),
         "variants": list(variants),
         "budgets": ("budgets", budgets, {"units": "samples"}),
     }
-    return trained.dataset(
-        data, variables | members.certified(found, variants, trained.alive), coords
-    )
+    return trained.dataset(data, variables, coords)
 
 
 @drawing
 def draw(dataset: xarray.Dataset) -> Figure:
-    """Draw transfer error by sample budget, and what rewrites add: two rows a task, a column (1.62 inches) a probe."""
-    budgets, steps = dataset.budgets.values, config_of(dataset).gradient_steps
-    first, last = budgets[-1] / 10, budgets[-1]
-    ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= budgets[0]]
-    probes, looks = dataset.probes.values, plotting.looks(dataset.variants.values)
-    figure, axes = plt.subplots(
-        2 * len(TASKS), len(probes), figsize=(1.62 * len(probes), 4.6), squeeze=False
-    )
-    for (task, title), pair in zip(TASKS.items(), (axes[:2], axes[2:]), strict=True):
-        for above, below, probe in zip(*pair, probes, strict=True):
+    """Draw transfer error by sample budget, and the error that rewrites add.
+
+    A task has two rows, a probe a column of 1.62 inches.
+    """
+    budgets = dataset.budgets.values
+    steps = config_of(dataset).gradient_steps
+    probes = dataset.probes.values
+    looks = plotting.looks(dataset.variants.values)
+    size = (1.62 * len(probes), 4.6)
+    figure, axes = plt.subplots(2 * len(TASKS), len(probes), figsize=size, squeeze=False)
+    for row, (task, title) in enumerate(TASKS.items()):
+        total_axes = axes[2 * row]
+        added_axes = axes[2 * row + 1]
+        for total, added, probe in zip(total_axes, added_axes, probes, strict=True):
             curves = rows(dataset.transfer_error.sel(tasks=task, probes=probe), "variants")
             for name, errors in curves.items():
-                plotting.band(above, budgets, errors, label=name, within=(1e-4, 1.0), **looks[name])
-            plotting.differences(below, budgets, curves, looks=looks)
-            above.set_title(f"{title},\n{PROBES[probe].format(steps)}")
-            plotting.log_height(above)
-        pair[0, 0].set_ylabel("transfer error")
-        pair[1, 0].set_ylabel("added transfer error")
+                plotting.band(total, budgets, errors, label=name, within=(1e-4, 1.0), **looks[name])
+            plotting.differences(added, budgets, curves, looks=looks)
+            total.set_title(f"{title},\n{PROBES[probe].format(steps)}")
+            plotting.log_height(total)
+        total_axes[0].set_ylabel("transfer error")
+        added_axes[0].set_ylabel("added transfer error")
+
+    last = budgets[-1]
+    low = last / 10
+    ticks = [tick for tick in (low, 2 * low, 5 * low, last) if tick >= budgets[0]]
+    if len(budgets) > 1:
+        low = max(low, budgets[0])
     for panel in axes.flat:
-        panel.set(xscale="log", xlim=(first if len(budgets) == 1 else max(first, budgets[0]), last))
+        panel.set(xscale="log", xlim=(low, last))
         panel.xaxis.set_major_locator(FixedLocator(ticks))
         panel.xaxis.set_major_formatter(ScalarFormatter())
         panel.xaxis.set_minor_locator(NullLocator())
@@ -208,9 +213,10 @@ def draw(dataset: xarray.Dataset) -> Figure:
 def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     count = len(dataset.probes)
-    a, c, e, g = (
-        ", ".join("abcdefghijkl"[first : first + count]) for first in range(0, 4 * count, count)
-    )
+    rows_of_letters = []
+    for first in range(0, 4 * count, count):
+        rows_of_letters.append(", ".join("abcdefghijkl"[first : first + count]))
+    a, c, e, g = rows_of_letters
     errors = dataset.transfer_error
     curves = errors.values.reshape(-1, *errors.shape[-2:])
     return (
@@ -225,23 +231,23 @@ def caption(dataset: xarray.Dataset) -> str:
 
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
-    """Return a header and a row per variant: transfer errors (%) with all samples, and function changes."""
-    names = [(task, probe) for task in TASKS for probe in dataset.probes.values]
-    header = [
-        "variant",
-        *(f"{TASKS[task]}, {probe}" for task, probe in names),
-        "largest change of a logit",
-        "flips",
-    ]
-    shown = [header]
+    """Return a header and a row per variant.
+
+    Cells are transfer errors (%) with all samples, and changes of the function.
+    """
+    columns = list(itertools.product(TASKS, dataset.probes.values))
+    titles = [f"{TASKS[task]}, {probe}" for task, probe in columns]
+    table_rows = [["variant", *titles, "largest change of a logit", "flips"]]
     for name in dataset.variants.values:
-        one = dataset.sel(variants=name)
-        errors = [
-            one.transfer_error.sel(tasks=task, probes=probe).values[:, -1] for task, probe in names
-        ]
-        changes = [f"{one.max_abs_change.item():.1e}", f"{one.changed_predictions.item():.0f}"]
-        shown.append([name, *(cell(error, factor=100, unit=" %") for error in errors), *changes])
-    return shown
+        networks = dataset.sel(variants=name)
+        row = [name]
+        for task, probe in columns:
+            errors = networks.transfer_error.sel(tasks=task, probes=probe).values
+            row.append(cell(errors[:, -1], factor=100, unit=" %"))
+        row.append(f"{networks.max_abs_change.item():.1e}")
+        row.append(f"{networks.changed_predictions.item():.0f}")
+        table_rows.append(row)
+    return table_rows
 
 
 def _curves(
@@ -255,41 +261,39 @@ def _curves(
 ) -> dict[str, Array]:
     """Return the probe's errors on each member's rewritten features, [members, budgets]."""
     images, labels = task
-    features = members.measure_members(
-        variants[name], eqx.Partial(members.represent, images), models, keys, keys
-    )
+    represent = eqx.Partial(members.represent, images)
+    features = members.measure_members(variants[name], represent, models, keys, keys)
     steps = None
     if probe == "one_rate":
-        step = eqx.Partial(_stable_step, images)
-        largest = [
-            members.measure_members(one, step, models, keys, keys) for one in variants.values()
-        ]
-        steps = jnp.min(jnp.stack(largest), 0)
+        stable_step = eqx.Partial(_stable_step, images)
+        stable_steps = []
+        for rewrite in variants.values():
+            stable_steps.append(members.measure_members(rewrite, stable_step, models, keys, keys))
+        steps = jnp.min(jnp.stack(stable_steps), 0)
     # In a separate program, which variants of one width share, because it compiles slowly.
     measure = eqx.Partial(_errors, config, probe, labels)
-    return members.measure_members(_as_it_is, measure, (features, steps), keys, keys)
+    return members.measure_members(_unchanged, measure, (features, steps), keys, keys)
 
 
 def _stable_step(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
     return stable_step_size(members.represent(images, model, rewritten, key))
 
 
-def _as_it_is(given: Any, key: Array) -> Any:
-    return given
+def _unchanged(features_and_step: Any, key: Array) -> Any:
+    return features_and_step
 
 
 def _errors(
     config: Config,
     probe: str,
     labels: Array,
-    given: tuple[Array, Array | None],
-    same: Any,
+    features_and_step: tuple[Array, Array | None],
+    unchanged: Any,
     key: Array,
 ) -> dict[str, Array]:
-    features, step = given
+    features, step = features_and_step
     # As published: rows in the order of the test set, contiguous folds.
     options: dict[str, Any] = {"key": None, "folds": "contiguous", "num_splits": config.num_splits}
-    if probe == "converged":
-        return {"error": transfer_errors(features, labels, fractions=config.fractions(), **options)}
-    options |= {"probe": "gradient", "num_steps": config.gradient_steps, "step_size": step}
+    if probe != "converged":
+        options |= {"probe": "gradient", "num_steps": config.gradient_steps, "step_size": step}
     return {"error": transfer_errors(features, labels, fractions=config.fractions(), **options)}

@@ -1,15 +1,16 @@
-"""Walk the exact solutions of linear networks: tasks, families, noise, depth, gradient flow and planted activity."""
+"""Walk the exact solutions of linear networks: tasks, families, noise, depth, flow and planting."""
 
 from typing import TYPE_CHECKING
 
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "make_task", "random_task", "teacher_task", "hierarchy_task", "complete_tree", "Task", "LinearNetwork", "FAMILIES",
-    "GLS", "LSS", "MRNS", "MWNS", "Family", "Residual", "placement", "Placement", "Noise", "expected_loss",
-    "simulated_loss", "SimulatedLoss", "noise_minimiser", "least_loss", "fresh_loss", "second_readout_loss",
-    "least_norm", "least_norm_network", "deep_residual", "balanced_network", "gradient_flow", "Flow", "plurality",
-    "Plurality", "plant", "plant_rsm", "Planted",
+    "make_task", "random_task", "teacher_task", "hierarchy_task", "complete_tree", "Task",
+    "LinearNetwork", "FAMILIES", "GLS", "LSS", "MRNS", "MWNS", "Family", "Residual", "placement",
+    "Placement", "Noise", "expected_loss", "simulated_loss", "SimulatedLoss", "noise_minimiser",
+    "least_loss", "fresh_loss", "second_readout_loss", "least_norm", "least_norm_network",
+    "deep_residual", "balanced_network", "gradient_flow", "Flow", "plurality", "Plurality", "plant",
+    "plant_rsm", "Planted",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

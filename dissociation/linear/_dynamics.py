@@ -20,7 +20,10 @@ from dissociation.linear._families import LinearNetwork, check_network, check_si
 from dissociation.linear._tasks import Task
 
 _LONGEST = 4.0
-"""Largest product of an interval and a growth rate. Longer ones are divided, because exp(2 l t) swamps the rest."""
+"""Largest product of an interval and a growth rate.
+
+Longer intervals are divided, because exp(2 l t) swamps all other terms.
+"""
 
 _MOST = 4_000_000
 """Largest number of divisions of all intervals, some minutes."""
@@ -56,22 +59,23 @@ def balanced_network(task: Task, hidden: int, scale: Scalar, *, key: PRNGKey) ->
     check_count("hidden", hidden, minimum=1)
     check_positive("scale", scale)
     sizes = hidden, task.x.shape[1], task.y.shape[1]
-    rank, keys = min(sizes), jax.random.split(key, 4)
-    frame, inputs, outputs = (
-        polar(jax.random.normal(k, (size, rank), task.x.dtype))
-        for k, size in zip(keys[:3], sizes, strict=True)
-    )
+    rank = min(sizes)
+    keys = jax.random.split(key, 4)
+    bases = []
+    for k, size in zip(keys[:3], sizes, strict=True):
+        bases.append(polar(jax.random.normal(k, (size, rank), task.x.dtype)))
+    frame, inputs, outputs = bases
     values = scale * jax.random.uniform(keys[3], (rank,), task.x.dtype).at[0].set(1.0)
-    return LinearNetwork(
-        (product(frame * values[None], inputs.T), product(outputs * values[None], frame.T))
-    )
+    first = product(frame * values[None], inputs.T)
+    second = product(outputs * values[None], frame.T)
+    return LinearNetwork((first, second))
 
 
 @validated(finite=("times",))
 def gradient_flow(
     task: Task, network: LinearNetwork, times: Float[Array | np.ndarray, " times"]
 ) -> Flow:
-    """Return the exact gradient flow on the loss of a task with white inputs, from a balanced network.
+    """Return the exact gradient flow of a balanced network on a task with white inputs.
 
     dW/dt = -dL/dW with L = sum |G x - y|^2 / (2 samples), X X^T / samples = k I, and W1 W1^T = W2^T
     W2 at the start. With the stacked weights Q = [W1^T; W2], F = [[0, Syx^T], [Syx, 0]], and P = Q
@@ -100,41 +104,44 @@ def gradient_flow(
     if (steps < 0).any():
         fail("times", "increase from 0 on", times)
     # In NumPy, because each operation on known arrays would compile a program.
-    spectra = task.map_values, task.input_values
-    spectra = jax.tree.map(
-        lambda values: values if is_traced(values) else np.asarray(values), spectra
-    )
-    white = _is_white(task, spectra[1])
-    balanced = _is_balanced(network)
-    if not is_traced(white) and not white:
-        got = (
+    map_values = _on_host(task.map_values)
+    input_values = _on_host(task.input_values)
+    is_white = _is_white(task, input_values)
+    is_balanced = _is_balanced(network)
+    if not is_traced(is_white) and not is_white:
+        spectrum = (
             f"rank {len(task.input_values)} of {task.x.shape[1]}, singular values "
             f"{task.input_values}"
         )
-        fail("task", "have white inputs, X X^T proportional to the identity", got)
-    if not is_traced(balanced) and not balanced:
+        fail("task", "have white inputs, X X^T proportional to the identity", spectrum)
+    if not is_traced(is_balanced) and not is_balanced:
         fail("network", "be balanced, W1 W1^T = W2^T W2", "another start")
+
     # Intervals are divided equally, so that there is one program for all.
     longest = float(steps.max(initial=0.0))
-    most = longest / _LONGEST * _growth(task, *spectra).max() + 1
+    num_divisions = longest / _LONGEST * _growth(task, map_values, input_values).max() + 1
     limit = max(_MOST // len(steps), 1)
-    if is_traced(most):
-        divisions = jnp.where(most <= limit, most, 1).astype(int)
-        steps = jnp.where(most <= limit, steps, jnp.nan)
-    elif most > limit:
-        latest = f"{longest * limit / float(most):.3g} in each of {len(steps)} intervals"
-        advice = "Modes with a rate have long converged; others decay as 1 / time"
+    if is_traced(num_divisions):
+        divisions = jnp.where(num_divisions <= limit, num_divisions, 1).astype(int)
+        steps = jnp.where(num_divisions <= limit, steps, jnp.nan)
+    elif num_divisions > limit:
+        latest = f"{longest * limit / float(num_divisions):.3g} in each of {len(steps)} intervals"
         fail(
             "times",
             f"rise by at most {latest}, {limit} steps of the largest rate",
             f"{longest:.3g}",
-            advice,
+            "Modes with a rate have long converged; others decay as 1 / time",
         )
     elif any(map(is_traced, network.weights)):
-        divisions = int(most)  # derivatives of a loop need its length
+        divisions = int(num_divisions)  # derivatives of a loop need its length
     else:
-        divisions = to_device(np.asarray(int(most)))
+        divisions = to_device(np.asarray(int(num_divisions)))
     return _flow(task, network, to_device(steps, task.x.dtype), divisions)
+
+
+def _on_host(values: Any) -> Any:
+    """Return an array in NumPy, unless it is traced."""
+    return values if is_traced(values) else np.asarray(values)
 
 
 def _growth(task: Task, map_values: Any, input_values: Any) -> Any:
@@ -144,10 +151,9 @@ def _growth(task: Task, map_values: Any, input_values: Any) -> Any:
 
 def _is_white(task: Task, input_values: Any) -> Any:
     """Return True if the inputs' singular values are equal and none is missing."""
-    cut = float(jnp.finfo(task.x.dtype).eps) ** 0.7
-    return (input_values.max() / input_values.min() - 1 <= cut) & (
-        len(input_values) == task.x.shape[1]
-    )
+    tolerance = float(jnp.finfo(task.x.dtype).eps) ** 0.7
+    is_equal = input_values.max() / input_values.min() - 1 <= tolerance
+    return is_equal & (len(input_values) == task.x.shape[1])
 
 
 @eqx.filter_jit
@@ -164,6 +170,7 @@ def _flow(task: Task, network: LinearNetwork, steps: Array, divisions: int | Arr
     inputs = first.shape[1]
     white = task.input_values[0] ** 2 / task.x.shape[0]
     rates = _growth(task, task.map_values, task.input_values)
+
     # Eigenvectors of F: (V, U) / sqrt(2) with s, (V, -U) / sqrt(2) with -s, and all else with 0.
     half = 0.5**0.5
     growing = half * jnp.concatenate([task.map_right, task.map_left])
@@ -172,32 +179,35 @@ def _flow(task: Task, network: LinearNetwork, steps: Array, divisions: int | Arr
 
     def spread(step: Array, matrix: Array, function: Callable[[Array], Array]) -> Array:
         """Return f(F step) @ matrix, given f with f(0) = 1 on eigenvalues."""
-        up, down = (product(basis.T, matrix) for basis in (growing, decaying))
-        plus, minus = (function(sign * rates * step) - 1.0 for sign in (1.0, -1.0))
+        up = product(growing.T, matrix)
+        down = product(decaying.T, matrix)
+        plus = function(rates * step) - 1.0
+        minus = function(-rates * step) - 1.0
         return matrix + product(growing * plus[None], up) + product(decaying * minus[None], down)
 
     def advance(step: Array, weights: Array) -> Array:
         """Return R with R R^T = P after a step, from Q with Q Q^T = P before."""
         grown = spread(step, weights, jnp.exp)
         # J(t) = t phi(2 F t) with phi(z) = (e^z - 1) / z.
-        summed = spread(step, weights, lambda z: _phi(2 * z))
-        inner = jnp.eye(weights.shape[1], dtype=weights.dtype) + white * step * product(
-            weights.T, summed
-        )
+        integral = spread(step, weights, lambda z: _phi(2 * z))
+        identity = jnp.eye(weights.shape[1], dtype=weights.dtype)
+        inner = identity + white * step * product(weights.T, integral)
         factor = jnp.linalg.cholesky(0.5 * (inner + inner.T))
         return jax.scipy.linalg.solve_triangular(factor, grown.T, lower=True).T
 
     def to_time(weights: Array, step: Array) -> tuple[Array, Array]:
-        weights = lax.fori_loop(
-            0, divisions, lambda _, weights: advance(step / divisions, weights), weights
-        )
+        def divided(_: Any, weights: Array) -> Array:
+            return advance(step / divisions, weights)
+
+        weights = lax.fori_loop(0, divisions, divided, weights)
         return weights, product(weights, weights.T)
 
     _, grams = lax.scan(to_time, stacked, steps)
-    grams = jnp.where(_is_white(task, task.input_values) & _is_balanced(network), grams, jnp.nan)
+    is_exact = _is_white(task, task.input_values) & _is_balanced(network)
+    grams = jnp.where(is_exact, grams, jnp.nan)
     return Flow(grams[:, inputs:, :inputs], grams[:, :inputs, :inputs], grams[:, inputs:, inputs:])
 
 
 def _phi(z: Array) -> Array:
-    zero = z == 0
-    return jnp.where(zero, 1.0, jnp.expm1(z) / jnp.where(zero, 1.0, z))
+    is_zero = z == 0
+    return jnp.where(is_zero, 1.0, jnp.expm1(z) / jnp.where(is_zero, 1.0, z))

@@ -1,4 +1,4 @@
-"""Families of linear networks that solve a task: membership, samples, walks, nearest networks; deep networks."""
+"""Families of linear networks that solve a task: samples, walks, nearest and deep networks."""
 
 import itertools
 from collections.abc import Sequence
@@ -40,9 +40,7 @@ class LinearNetwork(eqx.Module):
     def map(self) -> Float[Array, "outputs inputs"]:
         """Return the matrix of the whole network."""
         shapes = [weight.shape for weight in self.weights]
-        if not shapes or any(
-            one[-2] != following[-1] for one, following in itertools.pairwise(shapes)
-        ):
+        if not shapes or any(a[-2] != b[-1] for a, b in itertools.pairwise(shapes)):
             fail("weights", "be [outputs, inputs] of layers that follow each other", shapes)
         return reduce(lambda first, weight: product(weight, first), self.weights)
 
@@ -110,7 +108,7 @@ class Family(eqx.Module):
             key: Random key.
         """
         check_hidden(task, hidden)
-        _check_part("spread", spread, 3)
+        _check_range("spread", spread, 3)
         return _sample(self.name, task, hidden, jnp.asarray(spread, task.x.dtype), key)
 
     @validated
@@ -140,11 +138,11 @@ class Family(eqx.Module):
         """
         check_hidden(task, hidden)
         check_count("num_steps", num_steps, minimum=1)
-        _check_part("rate", rate, 1)
-        _check_part("spread", spread, 3)
-        rate, spread = (
-            jnp.asarray(value, task.x.dtype) for value in (rate, spread)
-        )  # floats would be static
+        _check_range("rate", rate, 1)
+        _check_range("spread", spread, 3)
+        # Floats would be static.
+        rate = jnp.asarray(rate, task.x.dtype)
+        spread = jnp.asarray(spread, task.x.dtype)
         return _walk(self.name, task, hidden, num_steps, rate, spread, key)
 
     @validated
@@ -152,22 +150,24 @@ class Family(eqx.Module):
     def residual(self, task: Task, network: LinearNetwork) -> Residual:
         """Return the distance of a network from the family's conditions."""
         check_network(task, network)
-        found, excess = network.map, jnp.zeros((), task.x.dtype)
+        network_map = network.map
+        excess = jnp.zeros((), task.x.dtype)
         if self.name in ("GLS", "MRNS"):
-            found = product(product(found, task.input_basis), task.input_basis.T)
+            network_map = product(product(network_map, task.input_basis), task.input_basis.T)
         if self.name in MINIMAL:
             first, second = network.weights
-            measured = product(task.x, first.T) if self.name == "MRNS" else first
+            if self.name == "MRNS":
+                first = product(task.x, first.T)
             values, _, _ = _factors(self.name, task)
-            excess = (jnp.sum(measured**2) + jnp.sum(second**2)) / (2 * jnp.sum(values)) - 1
-        return Residual(
-            jnp.linalg.norm(found - task.best_map) / jnp.linalg.norm(task.map_values), excess
-        )
+            norm = jnp.sum(first**2) + jnp.sum(second**2)
+            excess = norm / (2 * jnp.sum(values)) - 1
+        distance = jnp.linalg.norm(network_map - task.best_map)
+        return Residual(distance / jnp.linalg.norm(task.map_values), excess)
 
     @validated
     @eqx.filter_jit
     def project(self, task: Task, network: LinearNetwork) -> LinearNetwork:
-        """Return the nearest network of MRNS or MWNS; of GLS or LSS, the nearest one with the same first layer.
+        """Return the nearest network of the family; for GLS and LSS with the same first layer.
 
         Distances are Euclidean over all weights. In GLS and LSS weights are NaN if the first layer
         does not carry the inputs that the task needs, up to rounding.
@@ -179,37 +179,9 @@ class Family(eqx.Module):
                 f"have at least {task.rank} hidden units, the rank of the best map",
                 hidden,
             )
-        first, second = network.weights
         if self.name in MINIMAL:
-            values, read, write = _factors(self.name, task)
-            root = jnp.sqrt(values)[None]
-            frame = polar(product(first, read.T * root) + product(second.T, write * root))
-            unseen = product(first, task.unseen) if self.name == "MRNS" else None
-            return _frame_network(task, frame, self.name, unseen)
-        # Bases in place of projectors: unseen directions are cut exactly.
-        basis = (
-            task.input_basis if self.name == "GLS" else jnp.eye(first.shape[1], dtype=first.dtype)
-        )
-        read = product(first, basis)
-        # What is read does not depend on the sizes of neurons; changes of weights do.
-        sizes = scale_of(jnp.max(jnp.abs(read), 1, keepdims=True))
-        _, values, right = jnp.linalg.svd(read / sizes, full_matrices=False)
-        eps, norm = jnp.finfo(first.dtype).eps, jnp.linalg.norm(first / sizes)
-        kept = values > max(first.shape) * eps * norm
-        needed = product(basis.T, task.map_right)
-        carried = product(jnp.where(kept[:, None], right, 0.0), needed)
-        least = jnp.min(values, where=kept, initial=jnp.inf)
-        slack = jnp.minimum(
-            16 * eps * jnp.maximum(1.0, norm / least), eps**0.5
-        )  # rounding of `right`
-        missing = jnp.linalg.norm(needed - product(right.T, carried)) > slack
-        wrong = product(task.best_map - network.map, basis)
-        along = jnp.where(kept[None], product(read, right.T), 0.0)
-        left, values, turned = jnp.linalg.svd(along, full_matrices=False)
-        kept = jnp.arange(len(values)) < jnp.sum(kept)
-        inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1.0), 0.0)
-        change = product(product(wrong, product(right.T, turned.T)) * inverse[None], left.T)
-        return LinearNetwork((first, second + jnp.where(missing, jnp.nan, change)))
+            return _nearest_minimal(self.name, task, network)
+        return _nearest_readout(self.name, task, network)
 
     @validated
     def rsm(self, task: Task) -> Float[Array, "samples samples"]:
@@ -247,9 +219,51 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (GLS, LSS, MRNS
 """Families of solutions by name."""
 
 
-def _check_part(name: str, value: Scalar, most: int) -> None:
-    if not is_traced(value) and not 0 <= float(value) <= most:
-        fail(name, f"be from 0 to {most}", value)
+def _nearest_minimal(name: str, task: Task, network: LinearNetwork) -> LinearNetwork:
+    """Return the nearest network of MRNS or MWNS."""
+    first, second = network.weights
+    values, read, write = _factors(name, task)
+    root = jnp.sqrt(values)[None]
+    frame = polar(product(first, read.T * root) + product(second.T, write * root))
+    unseen = None
+    if name == "MRNS":
+        unseen = product(first, task.unseen)
+    return _frame_network(task, frame, name, unseen)
+
+
+def _nearest_readout(name: str, task: Task, network: LinearNetwork) -> LinearNetwork:
+    """Return the nearest GLS or LSS with the same first layer."""
+    first, second = network.weights
+    # Bases in place of projectors: unseen directions are cut exactly.
+    basis = task.input_basis if name == "GLS" else jnp.eye(first.shape[1], dtype=first.dtype)
+    read = product(first, basis)
+
+    # Inputs that are read do not depend on the sizes of neurons; changes of weights do.
+    sizes = scale_of(jnp.max(jnp.abs(read), 1, keepdims=True))
+    _, values, directions = jnp.linalg.svd(read / sizes, full_matrices=False)
+    eps = jnp.finfo(first.dtype).eps
+    norm = jnp.linalg.norm(first / sizes)
+    is_read = values > max(first.shape) * eps * norm
+    needed = product(basis.T, task.map_right)
+    carried = product(jnp.where(is_read[:, None], directions, 0.0), needed)
+    smallest = jnp.min(values, where=is_read, initial=jnp.inf)
+    slack = 16 * eps * jnp.maximum(1.0, norm / smallest)
+    slack = jnp.minimum(slack, eps**0.5)  # rounding of `directions`
+    is_missing = jnp.linalg.norm(needed - product(directions.T, carried)) > slack
+
+    error = product(task.best_map - network.map, basis)
+    along = jnp.where(is_read[None], product(read, directions.T), 0.0)
+    left_vectors, values, right_vectors = jnp.linalg.svd(along, full_matrices=False)
+    is_read = jnp.arange(len(values)) < jnp.sum(is_read)
+    inverse = jnp.where(is_read, 1 / jnp.where(is_read, values, 1.0), 0.0)
+    turned = product(error, product(directions.T, right_vectors.T))
+    change = product(turned * inverse[None], left_vectors.T)
+    return LinearNetwork((first, second + jnp.where(is_missing, jnp.nan, change)))
+
+
+def _check_range(name: str, value: Scalar, maximum: int) -> None:
+    if not is_traced(value) and not 0 <= float(value) <= maximum:
+        fail(name, f"be from 0 to {maximum}", value)
 
 
 def check_single(task: Task) -> None:
@@ -271,60 +285,80 @@ def check_hidden(task: Task, hidden: int, name: str = "hidden") -> None:
 
 
 def check_network(task: Task, network: LinearNetwork) -> int:
-    """Return the number of hidden units, or raise if a network does not have two layers of the task's sizes."""
+    """Return the number of hidden units; raise if a network does not have the task's sizes."""
     check_single(task)
     shapes = [weight.shape for weight in network.weights]
-    inputs, outputs, hidden = task.x.shape[1], task.y.shape[1], shapes[0][0] if shapes else 0
+    inputs = task.x.shape[1]
+    outputs = task.y.shape[1]
+    hidden = shapes[0][0] if shapes else 0
     if shapes != [(hidden, inputs), (outputs, hidden)]:
         fail("network", f"have weights [hidden, {inputs}] and [{outputs}, hidden]", shapes)
     return hidden
 
 
-def _parts(name: str, task: Task, hidden: int) -> dict[str, tuple[int, int, Array | float | None]]:
-    """Return the rows and columns of free parameters, and squared norms of parts of the task's own weights."""
-    rank, unseen = task.rank, task.unseen.shape[1]
+class _Free(NamedTuple):
+    """Shape of a free parameter, and the squared norm of similar weights of the task, if any."""
+
+    rows: int
+    columns: int
+    square: Array | float | None = None
+
+
+def _parameters(name: str, task: Task, hidden: int) -> dict[str, _Free]:
+    """Return the free parameters of a family, in the order in which they are drawn."""
+    rank = task.rank
+    unseen = task.unseen.shape[1]
     total = jnp.sum(task.map_values)
-    parts: dict[str, tuple[int, int, Array | float | None]] = {"frame": (hidden, rank, None)}
+    parameters = {"frame": _Free(hidden, rank)}
     if name == "MRNS":
-        parts["unseen"] = hidden, unseen, jnp.sum(task.target_values[:, None] * task.read_in**2)
-    elif name != "MWNS":
-        idle = task.irrelevant.shape[1] + (unseen if name == "LSS" else 0)
-        parts |= {"skew": (rank, rank, 0.16 * rank**2), "beside": (hidden, idle, total)}
-        parts |= {
-            "mixing": (rank, hidden, float(rank)),
-            "readout": (task.y.shape[-1], hidden, total),
-        }
-        parts |= {"unseen": (hidden, unseen, total)} if name == "GLS" else {}
-    return parts
+        square = jnp.sum(task.target_values[:, None] * task.read_in**2)
+        parameters["unseen"] = _Free(hidden, unseen, square)
+    if name in MINIMAL:
+        return parameters
+    idle = task.irrelevant.shape[1]
+    if name == "LSS":
+        idle += unseen
+    parameters["skew"] = _Free(rank, rank, 0.16 * rank**2)
+    parameters["beside"] = _Free(hidden, idle, total)
+    parameters["mixing"] = _Free(rank, hidden, float(rank))
+    parameters["readout"] = _Free(task.y.shape[-1], hidden, total)
+    if name == "GLS":
+        parameters["unseen"] = _Free(hidden, unseen, total)
+    return parameters
 
 
 def _draw(name: str, task: Task, hidden: int, key: PRNGKey, count: int) -> Array:
     """Return Gaussian numbers, [count, free parameters], in one draw, which compiles quickly."""
-    size = sum(rows * columns for rows, columns, _ in _parts(name, task, hidden).values())
+    parameters = _parameters(name, task, hidden)
+    size = sum(rows * columns for rows, columns, _ in parameters.values())
     return jax.random.normal(key, (count, size), task.x.dtype)
 
 
 def _free(name: str, task: Task, hidden: int, spread: Scalar, drawn: Array) -> dict[str, Array]:
-    """Return drawn parameters, scaled so that each part of the weights has about the norm of the task's own part."""
-    free, end = {}, 0
-    for part, (rows, columns, square) in _parts(name, task, hidden).items():
-        end += rows * columns
-        free[part] = drawn[end - rows * columns : end].reshape(rows, columns)
+    """Return drawn parameters, scaled so that each adds weights of about the task's own norm."""
+    free = {}
+    start = 0
+    for parameter, (rows, columns, square) in _parameters(name, task, hidden).items():
+        end = start + rows * columns
+        free[parameter] = drawn[start:end].reshape(rows, columns)
         if square is not None:
-            free[part] *= jnp.asarray(
-                spread * jnp.sqrt(square / max(rows * columns, 1)), drawn.dtype
-            )
+            deviation = spread * jnp.sqrt(square / max(rows * columns, 1))
+            free[parameter] *= jnp.asarray(deviation, drawn.dtype)
+        start = end
     return free
 
 
 def polar(matrix: Array) -> Array:
     """Return the nearest matrix with orthonormal columns."""
-    left, _, right = jnp.linalg.svd(matrix, full_matrices=False)
-    return product(left, right)
+    left_vectors, _, right_vectors = jnp.linalg.svd(matrix, full_matrices=False)
+    return product(left_vectors, right_vectors)
 
 
 def _factors(name: str, task: Task) -> tuple[Array, Array, Array]:
-    """Return values [r] of a minimal family, and the bases [r, inputs] and [outputs, r] that R reads and writes."""
+    """Return values of a minimal family, and the bases that R reads and writes.
+
+    Their shapes are [rank], [rank, inputs] and [outputs, rank].
+    """
     if name == "MRNS":
         return task.target_values, task.read_in, task.target_left
     return task.map_values, task.map_right.T, task.map_left
@@ -337,7 +371,8 @@ def _frame_network(
     values, read, write = _factors(name, task)
     root = jnp.sqrt(values)[None]
     first = product(frame * root, read)
-    first = first if unseen is None else first + product(unseen, task.unseen.T)
+    if unseen is not None:
+        first = first + product(unseen, task.unseen.T)
     return LinearNetwork((first, product(write * root, frame.T)))
 
 
@@ -353,10 +388,11 @@ def _solution(name: str, task: Task, free: dict[str, Array]) -> LinearNetwork:
         return _frame_network(task, frame, name, free.get("unseen"))
     root = jnp.sqrt(task.map_values)[None]
     # Scaled so that its condition does not grow with the rank.
-    skew = jnp.tril(free["skew"], -1) / task.rank**0.5 + jnp.diag(
-        jnp.exp(jnp.diagonal(free["skew"]))
-    )
-    basis = task.irrelevant if name == "GLS" else jnp.concatenate([task.irrelevant, task.unseen], 1)
+    lower = jnp.tril(free["skew"], -1) / task.rank**0.5
+    skew = lower + jnp.diag(jnp.exp(jnp.diagonal(free["skew"])))
+    basis = task.irrelevant
+    if name == "LSS":
+        basis = jnp.concatenate([task.irrelevant, task.unseen], 1)
     beside = free["beside"] - product(frame, product(frame.T, free["beside"]))
     beside = beside - product(frame, product(frame.T, beside))  # twice is enough
     turned = product(frame, skew)
@@ -365,13 +401,13 @@ def _solution(name: str, task: Task, free: dict[str, Array]) -> LinearNetwork:
     first = product(turned * root, task.map_right.T) + product(beyond, basis.T)
     if name == "GLS":
         first = first + product(free["unseen"], task.unseen.T)
-    second = product(task.map_left * root, solve_triangular(skew, frame.T, lower=True) - mixing)
-    if sum(part.shape[1] for part in (frame, beside)) < len(frame):
+    inverse = solve_triangular(skew, frame.T, lower=True)
+    second = product(task.map_left * root, inverse - mixing)
+    if frame.shape[1] + beside.shape[1] < len(frame):
         # Columns of `beside` are scaled, so that small ones count.
         size = jnp.linalg.norm(beside, axis=0)
-        used, _ = jnp.linalg.qr(
-            jnp.concatenate([frame, beside / jnp.where(size > 0, size, 1.0)[None]], 1)
-        )
+        units = beside / jnp.where(size > 0, size, 1.0)[None]
+        used, _ = jnp.linalg.qr(jnp.concatenate([frame, units], 1))
         readout = free["readout"] - product(product(free["readout"], used), used.T)
         second = second + readout - product(product(readout, used), used.T)
     return LinearNetwork((first, second))
@@ -379,9 +415,8 @@ def _solution(name: str, task: Task, free: dict[str, Array]) -> LinearNetwork:
 
 @eqx.filter_jit
 def _sample(name: str, task: Task, hidden: int, spread: Scalar, key: PRNGKey) -> LinearNetwork:
-    return _solution(
-        name, task, _free(name, task, hidden, spread, _draw(name, task, hidden, key, 1)[0])
-    )
+    drawn = _draw(name, task, hidden, key, 1)[0]
+    return _solution(name, task, _free(name, task, hidden, spread, drawn))
 
 
 @eqx.filter_jit
@@ -389,19 +424,23 @@ def _walk(
     name: str, task: Task, hidden: int, num_steps: int, rate: Scalar, spread: Scalar, key: PRNGKey
 ) -> LinearNetwork:
     drawn = _draw(name, task, hidden, key, num_steps)
-    moves = jnp.arange(drawn.shape[1]) < (hidden * task.rank if name in MINIMAL else drawn.shape[1])
-    rates = jnp.where(moves, 1 - jnp.asarray(rate, drawn.dtype), 1.0)
+    num_moving = drawn.shape[1]
+    if name in MINIMAL:
+        num_moving = hidden * task.rank
+    is_moving = jnp.arange(drawn.shape[1]) < num_moving
+    rates = jnp.where(is_moving, 1 - jnp.asarray(rate, drawn.dtype), 1.0)
 
-    def step(now: Array, given: tuple[Array, Array]) -> tuple[Array, Array]:
-        begins, new = given  # the first step is a draw
-        kept = jnp.where(begins, 0.0, rates)
-        moved = kept * now + jnp.sqrt(1 - kept**2) * new
+    def step(parameters: Array, start_and_draw: tuple[Array, Array]) -> tuple[Array, Array]:
+        is_start, draw = start_and_draw  # the first step is a draw
+        decay = jnp.where(is_start, 0.0, rates)
+        moved = decay * parameters + jnp.sqrt(1 - decay**2) * draw
         return moved, moved
 
+    def network(parameters: Array) -> LinearNetwork:
+        return _solution(name, task, _free(name, task, hidden, spread, parameters))
+
     _, steps = lax.scan(step, jnp.zeros_like(drawn[0]), (jnp.arange(num_steps) == 0, drawn))
-    return jax.vmap(lambda drawn: _solution(name, task, _free(name, task, hidden, spread, drawn)))(
-        steps
-    )
+    return jax.vmap(network)(steps)
 
 
 class Placement(NamedTuple):
@@ -431,22 +470,23 @@ def placement(task: Task, network: LinearNetwork) -> Placement:
     task needs. During training of a network narrower than the inputs that is so until it converges.
     """
     total = jnp.sqrt(sum(jnp.sum(weight**2) for weight in network.weights))
-    distances, residuals = [], []
+    distances = []
+    residuals = []
     for family in FAMILIES.values():
         nearest = family.project(task, network)
-        moved = [
-            jnp.sum((a - b) ** 2) for a, b in zip(nearest.weights, network.weights, strict=True)
-        ]
-        distances.append(jnp.sqrt(sum(moved)) / total)
+        pairs = zip(nearest.weights, network.weights, strict=True)
+        distance = jnp.sqrt(sum(jnp.sum((a - b) ** 2) for a, b in pairs))
+        distances.append(distance / total)
         residuals.append(family.residual(task, network))
-    return Placement(
-        jnp.stack(distances), jax.tree.map(lambda *parts: jnp.stack(parts), *residuals)
-    )
+    residual = jax.tree.map(lambda *leaves: jnp.stack(leaves), *residuals)
+    return Placement(jnp.stack(distances), residual)
 
 
 @validated
 def least_norm(task: Task, depth: int) -> Float[Array, ""]:
-    """Return the least sum |W_i|^2 of a network of `depth` layers with map W*: depth * sum_k s_k^(2 / depth).
+    """Return the least sum |W_i|^2 of a network of `depth` layers with map W*.
+
+    It is depth * sum_k s_k^(2 / depth).
 
     References:
         Shang et al. (2020), Unified scalable equivalent formulations for Schatten quasi-norms.
@@ -459,8 +499,9 @@ def least_norm(task: Task, depth: int) -> Float[Array, ""]:
 @validated
 @eqx.filter_jit
 def least_norm_network(task: Task, widths: Sequence[int], *, key: PRNGKey) -> LinearNetwork:
-    """Return a random deep network of least norm with map W*, with equal singular values in all layers.
+    """Return a random deep network of least norm with map W*.
 
+    Its layers have equal singular values:
     W_1 = R_1 S^(1/l) V^T, W_i = R_i S^(1/l) R_(i-1)^T and W_l = U S^(1/l) R_(l-1)^T, with uniform
     orthonormal R_i.
 
@@ -470,31 +511,27 @@ def least_norm_network(task: Task, widths: Sequence[int], *, key: PRNGKey) -> Li
         key: Random key.
     """
     check_single(task)
-    for place, width in enumerate(widths):
-        check_hidden(task, width, f"widths[{place}]")
+    for index, width in enumerate(widths):
+        check_hidden(task, width, f"widths[{index}]")
     keys = jax.random.split(key, max(len(widths), 1))
-    shapes = [(width, task.rank) for width in widths]
-    drawn = [
-        polar(jax.random.normal(k, shape, task.x.dtype))
-        for k, shape in zip(keys, shapes, strict=False)
-    ]
+    frames = [task.map_right]
+    for k, width in zip(keys, widths, strict=False):
+        frames.append(polar(jax.random.normal(k, (width, task.rank), task.x.dtype)))
+    frames.append(task.map_left)
+
     root = task.map_values[None] ** (1 / (len(widths) + 1))
-    frames = [task.map_right, *drawn, task.map_left]
-    return LinearNetwork(
-        tuple(
-            product(after * root, before.T)
-            for before, after in zip(frames[:-1], frames[1:], strict=True)
-        )
-    )
+    pairs = itertools.pairwise(frames)
+    return LinearNetwork(tuple(product(after * root, before.T) for before, after in pairs))
 
 
 @validated
 def deep_residual(task: Task, network: LinearNetwork) -> Residual:
     """Return the distance of a network of any depth from those of least norm with map W*."""
     check_single(task)
-    whole = network.map
-    if whole.shape != task.best_map.shape:
-        fail("network", f"have a map of shape {task.best_map.shape}", whole.shape)
+    network_map = network.map
+    if network_map.shape != task.best_map.shape:
+        fail("network", f"have a map of shape {task.best_map.shape}", network_map.shape)
     norm = sum(jnp.sum(weight**2) for weight in network.weights)
-    missed = jnp.linalg.norm(whole - task.best_map) / jnp.linalg.norm(task.map_values)
-    return Residual(missed, norm / least_norm(task, len(network.weights)) - 1)
+    distance = jnp.linalg.norm(network_map - task.best_map)
+    excess = norm / least_norm(task, len(network.weights)) - 1
+    return Residual(distance / jnp.linalg.norm(task.map_values), excess)

@@ -1,4 +1,4 @@
-"""Expected losses of linear networks under noise on inputs and weights, and the networks that minimise them."""
+"""Expected losses of linear networks under noise on inputs and weights, and their minimisers."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from dissociation.linear._tasks import Task, check_semidefinite
 
 
 class Noise(NamedTuple):
-    """Standard deviations of independent Gaussian noise, drawn anew for every evaluation of the loss.
+    """Standard deviations of independent Gaussian noise, drawn for every evaluation of the loss.
 
     Attributes:
         inputs: Deviation of entries of X.
@@ -73,20 +73,33 @@ def expected_loss(task: Task, network: LinearNetwork, noise: Noise = NONE) -> Fl
 @eqx.filter_jit
 def _expected(task: Task, network: LinearNetwork, noise: Noise) -> Array:
     samples = task.x.shape[0]
-    clean = 0.5 * jnp.sum((product(task.x, network.map.T) - task.y) ** 2) / samples
-    moments = jnp.sum(task.x**2) / samples, jnp.sum(network.hidden(task.x) ** 2) / samples
-    return clean + _penalty(network, noise, *moments)
+    residual = product(task.x, network.map.T) - task.y
+    clean = 0.5 * jnp.sum(residual**2) / samples
+    input_moment = jnp.sum(task.x**2) / samples
+    hidden_moment = jnp.sum(network.hidden(task.x) ** 2) / samples
+    return clean + _penalty(network, noise, input_moment, hidden_moment)
 
 
-def _penalty(network: LinearNetwork, noise: Noise, trace: Array, read: Array) -> Array:
-    """Return the loss that noise adds, given tr C and tr(W1 C W1^T) of the inputs' second moment C."""
+def _penalty(
+    network: LinearNetwork, noise: Noise, input_moment: Array, hidden_moment: Array
+) -> Array:
+    """Return the loss that noise adds.
+
+    Moments are tr C and tr(W1 C W1^T) of the inputs' second moment C.
+    """
     first, second = network.weights
     outputs, hidden = second.shape
-    sizes = jnp.square(jnp.asarray(noise, first.dtype))
-    trace, read = trace + sizes[0] * first.shape[1], read + sizes[0] * jnp.sum(first**2)
-    weights = sizes[1] * jnp.sum(second**2) * trace + sizes[2] * outputs * read
-    both = sizes[1] * sizes[2] * hidden * outputs * trace
-    return 0.5 * (sizes[0] * jnp.sum(network.map**2) + weights + both)
+    variances = jnp.square(jnp.asarray(noise, first.dtype))
+    input_variance = variances[0]
+    first_variance = variances[1]
+    second_variance = variances[2]
+    trace = input_moment + input_variance * first.shape[1]
+    hidden_trace = hidden_moment + input_variance * jnp.sum(first**2)
+    first_loss = first_variance * jnp.sum(second**2) * trace
+    second_loss = second_variance * outputs * hidden_trace
+    product_loss = first_variance * second_variance * hidden * outputs * trace
+    input_loss = input_variance * jnp.sum(network.map**2)
+    return 0.5 * (input_loss + (first_loss + second_loss) + product_loss)
 
 
 @validated
@@ -111,19 +124,22 @@ def simulated_loss(
 def _simulated(
     task: Task, network: LinearNetwork, noise: Noise, num_draws: int, key: PRNGKey
 ) -> SimulatedLoss:
-    arrays, noises = (task.x, *network.weights), jnp.asarray(noise, task.x.dtype)
+    arrays = (task.x, *network.weights)
+    deviations = jnp.asarray(noise, task.x.dtype)
     ends = np.cumsum([array.size for array in arrays])
 
-    def one(key: Array) -> Array:
-        drawn = jnp.split(jax.random.normal(key, (int(ends[-1]),), task.x.dtype), ends[:-1])
-        x, first, second = (
-            array + size * noise.reshape(array.shape)
-            for array, size, noise in zip(arrays, noises, drawn, strict=True)
-        )
+    def noisy_loss(key: Array) -> Array:
+        drawn = jax.random.normal(key, (int(ends[-1]),), task.x.dtype)
+        draws = jnp.split(drawn, ends[:-1])
+        noisy = []
+        for array, deviation, draw in zip(arrays, deviations, draws, strict=True):
+            noisy.append(array + deviation * draw.reshape(array.shape))
+        x, first, second = noisy
         outputs = product(product(x, first.T), second.T)
         return 0.5 * jnp.sum((outputs - task.y) ** 2) / x.shape[0]
 
-    losses = lax.map(one, jax.random.split(key, num_draws), batch_size=min(num_draws, 64))
+    keys = jax.random.split(key, num_draws)
+    losses = lax.map(noisy_loss, keys, batch_size=min(num_draws, 64))
     return SimulatedLoss(jnp.mean(losses), jnp.std(losses, ddof=1) / num_draws**0.5)
 
 
@@ -148,49 +164,53 @@ def noise_minimiser(task: Task, hidden: int, noise: Noise, *, key: PRNGKey) -> L
             reaches. Weights are NaN if the noise is traced.
     """
     check_hidden(task, hidden)
-    sizes = _checked(noise)
-    zero = [float(value) == 0 for value in noise[1:] if not is_traced(value)]
-    if zero == [True, True]:
+    deviations = _checked(noise)
+    is_zero = [float(value) == 0 for value in noise[1:] if not is_traced(value)]
+    if is_zero == [True, True]:
         return LSS.sample(task, hidden, key=key)
-    if any(zero):
+    if any(is_zero):
         advice = "The loss falls without end as one layer shrinks and the other grows"
         fail("noise", "have noise on both layers, or on neither", tuple(noise), advice)
-    return _minimiser(task, hidden, sizes, key)
+    return _minimiser(task, hidden, deviations, key)
 
 
 def _balance(task: Task, noise: Noise) -> tuple[Array, Any, Array]:
-    """Return the singular vectors and values of W* S^(1/2) in the inputs' span, square roots of S there, and tr S."""
-    dtype, samples = task.x.dtype, task.x.shape[0]
-    variance = jnp.square(jnp.asarray(noise.inputs, dtype))
+    """Return roots of S in the inputs' span, the decomposition of W* S^(1/2) there, and tr S."""
+    samples = task.x.shape[0]
+    variance = jnp.square(jnp.asarray(noise.inputs, task.x.dtype))
     roots = jnp.sqrt(task.input_values**2 / samples + variance)
     trace = jnp.sum(task.x**2) / samples + variance * task.x.shape[1]
     codes = product(task.map_right.T, task.input_basis)
-    return (
-        roots,
-        jnp.linalg.svd(task.map_values[:, None] * codes * roots[None], full_matrices=False),
-        trace,
-    )
+    scaled_map = task.map_values[:, None] * codes * roots[None]
+    return roots, jnp.linalg.svd(scaled_map, full_matrices=False), trace
 
 
 @eqx.filter_jit
 def _minimiser(task: Task, hidden: int, noise: Noise, key: PRNGKey) -> LinearNetwork:
-    roots, (left, values, right), trace = _balance(task, noise)
+    roots, (left_vectors, values, right_vectors), trace = _balance(task, noise)
     frame = polar(jax.random.normal(key, (hidden, task.rank), task.x.dtype))
-    sizes = jnp.square(jnp.asarray(noise, task.x.dtype))
-    none, some = (sizes[1] == 0) & (sizes[2] == 0), (sizes[1] > 0) & (sizes[2] > 0)
-    ratio = (
-        jnp.where(none, 1.0, sizes[2]) * task.y.shape[1] / (jnp.where(none, 1.0, sizes[1]) * trace)
-    ) ** 0.25
-    ratio = jnp.where(none | some, ratio, jnp.nan)
+    variances = jnp.square(jnp.asarray(noise, task.x.dtype))
+    first_variance = variances[1]
+    second_variance = variances[2]
+    is_silent = (first_variance == 0) & (second_variance == 0)
+    is_noisy = (first_variance > 0) & (second_variance > 0)
+    second_size = jnp.where(is_silent, 1.0, second_variance) * task.y.shape[1]
+    first_size = jnp.where(is_silent, 1.0, first_variance) * trace
+    ratio = (second_size / first_size) ** 0.25
+    ratio = jnp.where(is_silent | is_noisy, ratio, jnp.nan)
+
     scale = jnp.sqrt(values)[None]
-    first = product(product(frame * scale, right / roots[None]), task.input_basis.T) / ratio
-    return LinearNetwork((first, product(product(task.map_left, left) * scale, frame.T) * ratio))
+    codes = product(frame * scale, right_vectors / roots[None])
+    first = product(codes, task.input_basis.T) / ratio
+    readout = product(task.map_left, left_vectors) * scale
+    return LinearNetwork((first, product(readout, frame.T) * ratio))
 
 
 @validated
 def least_loss(task: Task, hidden: int, noise: Noise) -> Float[Array, ""]:
-    """Return the least expected loss of a GLS under noise: that of `noise_minimiser`, or the infimum.
+    """Return the least expected loss of a GLS under noise.
 
+    It is the loss of `noise_minimiser`, or the infimum:
     (c + s_x^2 |W*|^2 + 2 s_1 s_2 sqrt(d_out tr S) nuc(W* S^(1/2)) + s_1^2 s_2^2 d_h d_out tr S) /
     2.
     """
@@ -201,9 +221,9 @@ def least_loss(task: Task, hidden: int, noise: Noise) -> Float[Array, ""]:
 @eqx.filter_jit
 def _least(task: Task, hidden: int, noise: Noise) -> Array:
     _, (_, values, _), trace = _balance(task, noise)
-    sizes, outputs = jnp.asarray(noise, task.x.dtype), task.y.shape[1]
-    inputs = sizes[0] ** 2 * jnp.sum(task.map_values**2)
-    mixed = sizes[1] * sizes[2] * jnp.sqrt(outputs * trace)
+    deviations = jnp.asarray(noise, task.x.dtype)
+    inputs = deviations[0] ** 2 * jnp.sum(task.map_values**2)
+    mixed = deviations[1] * deviations[2] * jnp.sqrt(task.y.shape[1] * trace)
     return 0.5 * (task.unexplained + inputs + 2 * mixed * jnp.sum(values) + mixed**2 * hidden)
 
 
@@ -226,20 +246,22 @@ def fresh_loss(
     """
     if len(network.weights) != 2:
         fail("network", "have two layers", len(network.weights))
-    whole, target = network.map, jnp.asarray(teacher)
-    given = (
-        jnp.eye(whole.shape[1], dtype=whole.dtype)
-        if covariance is None
-        else jnp.asarray(covariance)
-    )
-    if target.shape != whole.shape:
-        fail("teacher", f"have the shape of the network's map, {whole.shape}", target.shape)
-    if covariance is not None and not is_traced(given):
-        check_semidefinite("covariance", np.asarray(given, float))
-    difference = target - whole
-    read = jnp.sum(product(network.weights[0], given) * network.weights[0])
-    clean = 0.5 * jnp.sum(product(difference, given) * difference)
-    return clean + _penalty(network, _checked(noise), jnp.trace(given), read)
+    target = jnp.asarray(teacher)
+    network_map = network.map
+    if target.shape != network_map.shape:
+        fail("teacher", f"have the shape of the network's map, {network_map.shape}", target.shape)
+    if covariance is None:
+        moment = jnp.eye(network_map.shape[1], dtype=network_map.dtype)
+    else:
+        moment = jnp.asarray(covariance)
+        if not is_traced(moment):
+            check_semidefinite("covariance", np.asarray(moment, float))
+
+    difference = target - network_map
+    first, _ = network.weights
+    hidden_moment = jnp.sum(product(first, moment) * first)
+    clean = 0.5 * jnp.sum(product(difference, moment) * difference)
+    return clean + _penalty(network, _checked(noise), jnp.trace(moment), hidden_moment)
 
 
 @validated(finite=("x", "y"))
@@ -260,8 +282,9 @@ def second_readout_loss(
     hidden = network.hidden(jnp.asarray(x))
     # The span does not depend on the neurons' scales.
     hidden = hidden / scale_of(jnp.max(jnp.abs(hidden), 0, keepdims=True))
-    left, values, _ = jnp.linalg.svd(hidden, full_matrices=False)
-    kept = values > rank_cut(hidden) * values[0]
-    basis = jnp.where(kept[None], left, 0.0)
+    vectors, values, _ = jnp.linalg.svd(hidden, full_matrices=False)
+    is_spanned = values > rank_cut(hidden) * values[0]
+    basis = jnp.where(is_spanned[None], vectors, 0.0)
     targets = jnp.asarray(y)
-    return 0.5 * jnp.sum((targets - product(basis, product(basis.T, targets))) ** 2) / len(targets)
+    residual = targets - product(basis, product(basis.T, targets))
+    return 0.5 * jnp.sum(residual**2) / len(targets)

@@ -57,31 +57,38 @@ def plant(
         )
     check_positive("least", least)
     size = float(np.linalg.norm(target, 2))
-    codes, samples = np.asarray(task.target_right, float), np.asarray(task.sample_basis, float)
+    codes = np.asarray(task.target_right, float)
+    samples = np.asarray(task.sample_basis, float)
+    input_values = np.asarray(task.input_values, float)
+    input_basis = np.asarray(task.input_basis, float)
+    readout = np.asarray(task.target_left * task.target_values[None], float)
+
+    # The largest components of the pattern in directions of samples that the task does not need.
     needed = target.T @ codes  # [hidden, rank]
     within = samples @ (samples.T @ target)
-    left, values, right = np.linalg.svd(within - codes @ needed.T, full_matrices=False)
-    count = min(target.shape[1] - task.rank, int(np.sum(values > 1e-6 * size)))
-    kept = (left[:, :count] * values[:count]) @ right[:count]
-    # W2 reads hidden directions without the kept part.
-    apart = np.linalg.qr(right[:count].T, mode="complete")[0][:, count:]
-    turned, sizes, rows = np.linalg.svd(apart.T @ needed, full_matrices=False)
-    turned, raised = apart @ turned, np.maximum(sizes, least * size)
-    activity = kept + codes @ (needed + (turned * (raised - sizes)) @ rows).T
-    first = (
-        activity.T
-        @ (samples / np.asarray(task.input_values, float))
-        @ np.asarray(task.input_basis, float).T
+    left_vectors, values, right_vectors = np.linalg.svd(
+        within - codes @ needed.T, full_matrices=False
     )
-    second = (
-        np.asarray(task.target_left * task.target_values[None], float)
-        @ (rows.T / raised)
-        @ turned.T
-    )
+    is_significant = values > 1e-6 * size
+    count = min(target.shape[1] - task.rank, int(np.sum(is_significant)))
+    idle_rows = right_vectors[:count]
+    idle = (left_vectors[:, :count] * values[:count]) @ idle_rows
+
+    # W2 reads hidden directions without these components.
+    frame, _ = np.linalg.qr(idle_rows.T, mode="complete")
+    read = frame[:, count:]
+    turned, sizes, rows = np.linalg.svd(read.T @ needed, full_matrices=False)
+    turned = read @ turned
+    raised = np.maximum(sizes, least * size)
+    activity = idle + codes @ (needed + (turned * (raised - sizes)) @ rows).T
+    first = activity.T @ (samples / input_values) @ input_basis.T
+    second = readout @ (rows.T / raised) @ turned.T
+
     missing = np.maximum(least * size - np.linalg.svd(needed, compute_uv=False), 0.0)
     bound = np.sqrt(np.sum(missing**2) + np.sum((target - within) ** 2))
+    distance = np.linalg.norm(activity - target)
     network = LinearNetwork((jnp.asarray(first, task.x.dtype), jnp.asarray(second, task.x.dtype)))
-    return Planted(network, jnp.asarray(bound), jnp.asarray(np.linalg.norm(activity - target)))
+    return Planted(network, jnp.asarray(bound), jnp.asarray(distance))
 
 
 @validated(finite=("rsm",))
@@ -92,7 +99,9 @@ def plant_rsm(
     *,
     least: float | int = 1e-2,
 ) -> Planted:
-    """Return a GLS whose hidden activities have chosen products H^T H, by `plant` of a root of the matrix.
+    """Return a GLS whose hidden activities have chosen products H^T H.
+
+    It is the result of `plant` for a root of the matrix.
 
     Args:
         task: Task.
@@ -108,10 +117,12 @@ def plant_rsm(
     """
     check_known("its eigenvalues are found on the host", rsm=rsm)
     check_hidden(task, hidden)
-    given = np.asarray(rsm, float)
-    if len(given) != len(task.x) or not given.any():
-        fail("rsm", f"have shape {(len(task.x),) * 2}, and not be zero", given.shape)
-    values, vectors = check_semidefinite("rsm", given)
-    largest = (vectors * np.sqrt(np.maximum(values, 0)))[:, ::-1][:, :hidden]
-    root = np.pad(largest, ((0, 0), (0, hidden - largest.shape[1])))
+    matrix = np.asarray(rsm, float)
+    if len(matrix) != len(task.x) or not matrix.any():
+        fail("rsm", f"have shape {(len(task.x),) * 2}, and not be zero", matrix.shape)
+    values, vectors = check_semidefinite("rsm", matrix)
+    columns = vectors * np.sqrt(np.maximum(values, 0))
+    largest = columns[:, ::-1][:, :hidden]
+    num_missing = hidden - largest.shape[1]
+    root = np.pad(largest, ((0, 0), (0, num_missing)))
     return plant(task, root.astype(task.x.dtype), least=least)

@@ -1,6 +1,7 @@
 """Similarity of two solutions of one family."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import equinox as eqx
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_count, fail
 from dissociation._core.results import printed
-from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.types import PRNGKey, PRNGKeys, Scalar
 from dissociation._core.validation import validated
 from dissociation.linear._families import Family
 from dissociation.linear._tasks import Task
@@ -43,7 +44,7 @@ def plurality(
     spread: Scalar = 1.0,
     key: PRNGKey,
 ) -> Plurality:
-    """Return the distribution of similarity measures between two random solutions of a task, or of two tasks.
+    """Return similarity measures between pairs of random solutions of a task, or of two tasks.
 
     `rewrites.linear_cka_range(task.x, activity)` is the attainable range of linear CKA with one
     activity, over all GLS and LSS with at least as many hidden units as the inputs' rank.
@@ -64,18 +65,21 @@ def plurality(
     for name in measures:
         check_choice("measures", name, MEASURES)
     keys = jax.random.split(key, 2 * check_count("num_pairs", num_pairs, minimum=1))
-    drawn = [
-        jax.vmap(lambda k, t=t: family.sample(t, hidden, spread=spread, key=k).hidden(t.x))(half)
-        for t, half in ((task, keys[::2]), (second, keys[1::2]))
-    ]
-    values, refused = {}, {}
+
+    def activities(task: Task, keys: PRNGKeys) -> Array:
+        sample = partial(family.sample, task, hidden, spread=spread)
+        return jax.vmap(lambda k: sample(key=k).hidden(task.x))(keys)
+
+    pairs = activities(task, keys[::2]), activities(second, keys[1::2])
+    values = {}
+    refused = {}
     for name in measures:
-        known = MEASURES[name]
-        if known.repeats > 1:
-            refused[name] = f"compares {known.repeats} repeats of every sample"
+        measure = MEASURES[name]
+        if measure.repeats > 1:
+            refused[name] = f"compares {measure.repeats} repeats of every sample"
             continue
         try:
-            values[name] = eqx.filter_jit(bmap(known.function))(*drawn)
+            values[name] = eqx.filter_jit(bmap(measure.function))(*pairs)
         except ValueError as error:
             refused[name] = str(error)
     return Plurality(values, refused)

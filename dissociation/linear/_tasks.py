@@ -24,10 +24,11 @@ from dissociation._core.validation import validated
 
 
 class Task(eqx.Module):
-    """Task of predicting y from x by a linear map G, with loss sum |G x - y|^2 / (2 samples); see `make_task`.
+    """Task of predicting y from x by a linear map G; see `make_task`.
 
-    The best map of least norm is W* = Y X^+ = U S V^T, and the best predictions are Yh = M N O^T,
-    with one row per sample. Tasks with equal shapes of all fields may be stacked, for `vmap`.
+    The loss is sum |G x - y|^2 / (2 samples). The best map of least norm is W* = Y X^+ = U S V^T,
+    and the best predictions are Yh = M N O^T, with one row per sample. Tasks with equal shapes of
+    all fields may be stacked, for `vmap`.
 
     Attributes:
         x: Inputs X, [samples, inputs].
@@ -121,78 +122,103 @@ def make_task(
     """
     check_known("its rank sets shapes", x=x, y=y)
     dtype = jnp.result_type(jnp.asarray(x[:1, :1]), jnp.asarray(y[:1, :1]))
-    is_default = rtol is None
-    if rtol is None:
-        floats = [kind for kind in (x.dtype, y.dtype, dtype) if jnp.issubdtype(kind, jnp.floating)]
-        rtol = min(max(x.shape), 300) * max(float(jnp.finfo(kind).eps) for kind in floats)
-    check_non_negative("rtol", rtol)
-    return _decomposed(np.asarray(x, float), np.asarray(y, float), rtol, dtype, evens=is_default)
+    inputs = np.asarray(x, float)
+    targets = np.asarray(y, float)
+    if rtol is not None:
+        check_non_negative("rtol", rtol)
+        return _decomposed(inputs, targets, rtol, dtype)
+    eps = []
+    for kind in (x.dtype, y.dtype, dtype):
+        if jnp.issubdtype(kind, jnp.floating):
+            eps.append(float(jnp.finfo(kind).eps))
+    rtol = min(max(x.shape), 300) * max(eps)
+    return _decomposed(inputs, targets, rtol, dtype, evens=True)
 
 
 def check_semidefinite(name: str, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return eigenvalues and eigenvectors, or raise if a matrix is not symmetric and positive semidefinite."""
+    """Return eigenvalues and eigenvectors; raise unless a matrix is positive semidefinite."""
     values, vectors = np.linalg.eigh(0.5 * (matrix + matrix.T))
     slack = 1e-5 * float(np.abs(values).max())
-    uneven = float(np.abs(matrix - matrix.T).max())
-    if uneven > slack or values[0] < -slack:
-        got = (
+    asymmetry = float(np.abs(matrix - matrix.T).max())
+    if asymmetry > slack or values[0] < -slack:
+        defects = (
             f"a least eigenvalue of {values[0]:.3g}, and a difference from its transpose of "
-            f"{uneven:.3g}"
+            f"{asymmetry:.3g}"
         )
-        fail(name, "be symmetric and positive semidefinite", got)
+        fail(name, "be symmetric and positive semidefinite", defects)
     return values, vectors
 
 
 def _decomposed(
-    given: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any, *, evens: bool = False
+    x: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any, *, evens: bool = False
 ) -> Task:
     """Return the task; with `evens`, directions are counted on columns divided by their units."""
-    units = column_units(given) if evens else np.ones(given.shape[1])
-    target_units = column_units(targets) if evens else np.ones(targets.shape[1])
-    samples, values, inputs = np.linalg.svd(given, full_matrices=False)
-    number = num_directions(given / units, rtol)
-    samples, inputs = _signed(samples[:, :number], inputs[:number].T)
-    cut = values[number:].any()
-    values = values[:number]
-    given = (samples * values) @ inputs.T if cut else given
-    left, sizes, right = np.linalg.svd(targets.T @ samples, full_matrices=False)
-    predictions = svdvals((targets / target_units).T @ samples)
-    rank = int(np.sum(predictions > rtol * np.linalg.norm(targets / target_units, 2)))
+    units = np.ones(x.shape[1])
+    target_units = np.ones(targets.shape[1])
+    if evens:
+        units = column_units(x)
+        target_units = column_units(targets)
+    samples, values, inputs = np.linalg.svd(x, full_matrices=False)
+    input_rank = num_directions(x / units, rtol)
+    samples, inputs = _signed(samples[:, :input_rank], inputs[:input_rank].T)
+    is_cut = values[input_rank:].any()
+    values = values[:input_rank]
+    if is_cut:
+        x = (samples * values) @ inputs.T
+
+    left_vectors, sizes, right_vectors = np.linalg.svd(targets.T @ samples, full_matrices=False)
+    even_targets = targets / target_units
+    predictions = svdvals(even_targets.T @ samples)
+    rank = int(np.sum(predictions > rtol * np.linalg.norm(even_targets, 2)))
     if not rank:
         fail("y", "depend on x linearly", f"best predictions of zero, by `rtol` {rtol:.2g}")
     sizes = sizes[:rank]
-    left, right = _signed(left[:, :rank], right[:rank].T)
+    left_vectors, right_vectors = _signed(left_vectors[:, :rank], right_vectors[:rank].T)
+
     # The best map has the rank of the predictions: it is decomposed within their span.
     turn, strengths, directions = np.linalg.svd(
-        (sizes[:, None] * right.T) / values, full_matrices=True
+        (sizes[:, None] * right_vectors.T) / values, full_matrices=True
     )
-    codes = samples @ right
-    read, write = _signed(inputs @ directions[:rank].T, left @ turn)
+    codes = samples @ right_vectors
+    read, write = _signed(inputs @ directions[:rank].T, left_vectors @ turn)
+    complement = np.linalg.qr(inputs, mode="complete")[0][:, input_rank:]
+    residual = targets - (codes * sizes) @ left_vectors.T
     arrays = {
-        "x": given, "y": targets,
-        "input_basis": inputs, "input_values": values, "sample_basis": samples,
-        "map_left": write, "map_values": strengths, "map_right": read,
-        "target_left": left, "target_values": sizes, "target_right": codes,
-        "read_in": (right.T / values) @ inputs.T,
+        "x": x,
+        "y": targets,
+        "input_basis": inputs,
+        "input_values": values,
+        "sample_basis": samples,
+        "map_left": write,
+        "map_values": strengths,
+        "map_right": read,
+        "target_left": left_vectors,
+        "target_values": sizes,
+        "target_right": codes,
+        "read_in": (right_vectors.T / values) @ inputs.T,
         "irrelevant": _turned(inputs @ directions[rank:].T),
-        "unseen": _turned(np.linalg.qr(inputs, mode="complete")[0][:, number:]),
-        "unexplained": np.sum((targets - (codes * sizes) @ left.T) ** 2) / len(given),
-    }  # fmt: skip
+        "unseen": _turned(complement),
+        "unexplained": np.sum(residual**2) / len(x),
+    }
     return Task(**{name: jnp.asarray(array, dtype) for name, array in arrays.items()}, rtol=rtol)
 
 
 # Processors choose signs of singular vectors and bases of null spaces differently, and with them
 # what a key draws.
-def _signed(first: np.ndarray, *others: np.ndarray) -> list[np.ndarray]:
-    """Return singular vectors in columns, with the sign that gives the first a positive product with a fixed vector."""
-    positive = np.random.default_rng(0).normal(size=len(first)) @ first > 0
-    return [np.where(positive, vectors, -vectors) for vectors in (first, *others)]
+def _signed(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return pairs of singular vectors, in columns, with fixed signs.
+
+    Each first vector has a positive product with a fixed vector.
+    """
+    is_positive = np.random.default_rng(0).normal(size=len(first)) @ first > 0
+    return np.where(is_positive, first, -first), np.where(is_positive, second, -second)
 
 
 def _turned(basis: np.ndarray) -> np.ndarray:
     """Return the orthonormal basis of a span that is nearest to fixed vectors."""
-    left, _, right = np.linalg.svd(basis.T @ np.random.default_rng(0).normal(size=basis.shape))
-    return basis @ left @ right
+    fixed = np.random.default_rng(0).normal(size=basis.shape)
+    left_vectors, _, right_vectors = np.linalg.svd(basis.T @ fixed)
+    return basis @ left_vectors @ right_vectors
 
 
 @validated
@@ -220,20 +246,16 @@ def random_task(
         noise: Standard deviation of noise on targets, which raises the rank of the best map.
         key: Random key.
     """
-    for name, size in (
-        ("num_samples", num_samples),
-        ("num_inputs", num_inputs),
-        ("num_outputs", num_outputs),
-    ):
-        check_count(name, size, minimum=1)
-    most = min(num_samples, num_inputs)
-    inner = (
-        most
-        if input_rank is None
-        else check_count("input_rank", input_rank, minimum=1, maximum=most)
-    )
-    most = min(inner, num_outputs)
-    rank = most if rank is None else check_count("rank", rank, minimum=1, maximum=most)
+    check_count("num_samples", num_samples, minimum=1)
+    check_count("num_inputs", num_inputs, minimum=1)
+    check_count("num_outputs", num_outputs, minimum=1)
+    inner = min(num_samples, num_inputs)
+    if input_rank is not None:
+        inner = check_count("input_rank", input_rank, minimum=1, maximum=inner)
+    largest_rank = min(inner, num_outputs)
+    if rank is None:
+        rank = largest_rank
+    rank = check_count("rank", rank, minimum=1, maximum=largest_rank)
     check_non_negative("noise", noise)
     check_known("tasks are made on the host", key=key)
     rtol = 300 * float(np.finfo(float).eps)
@@ -243,20 +265,21 @@ def random_task(
             f"be at least 1, and below {1 / rtol:.1e}, where directions count as zero",
             condition,
         )
-    shapes = [
-        *pairwise((num_samples, inner, num_inputs, rank, num_outputs)),
-        (num_samples, num_outputs),
-    ]
+    layers = pairwise((num_samples, inner, num_inputs, rank, num_outputs))
+    shapes = [*layers, (num_samples, num_outputs)]
     ends = np.cumsum([rows * columns for rows, columns in shapes])
-    drawn = np.split(np.asarray(jax.random.normal(key, (int(ends[-1]),)), float), ends[:-1])
-    first, second, *maps, noises = (
-        part.reshape(shape) for part, shape in zip(drawn, shapes, strict=True)
+    drawn = np.asarray(jax.random.normal(key, (int(ends[-1]),)), float)
+    draws = np.split(drawn, ends[:-1])
+    matrices = [draw.reshape(shape) for draw, shape in zip(draws, shapes, strict=True)]
+    first, second, inner_map, outer_map, noises = matrices
+
+    left_vectors, values, right_vectors = np.linalg.svd(
+        first @ second / np.sqrt(inner), full_matrices=False
     )
-    left, values, right = np.linalg.svd(first @ second / np.sqrt(inner), full_matrices=False)
     if condition is not None:
         values[:inner] = np.sqrt(num_samples) * np.geomspace(condition**0.5, condition**-0.5, inner)
-    x = (left[:, :inner] * values[:inner]) @ right[:inner]
-    y = x @ maps[0] @ maps[1] / np.sqrt(num_inputs * rank)
+    x = (left_vectors[:, :inner] * values[:inner]) @ right_vectors[:inner]
+    y = x @ inner_map @ outer_map / np.sqrt(num_inputs * rank)
     return _decomposed(x, y + noise * noises, rtol, jnp.zeros(0).dtype)
 
 
@@ -279,12 +302,13 @@ def teacher_task(
     check_non_negative("noise", noise)
     check_known("tasks are made on the host", x=x, weights=weights, key=key)
     y: Any = np.asarray(x)
-    for place, weight in enumerate(map(np.asarray, weights)):
+    for index, weight in enumerate(map(np.asarray, weights)):
         if weight.ndim != 2 or weight.shape[1] != y.shape[1]:
-            fail(f"weights[{place}]", f"have shape [outputs, {y.shape[1]}]", weight.shape)
-        check_finite(f"weights[{place}]", weight)
+            fail(f"weights[{index}]", f"have shape [outputs, {y.shape[1]}]", weight.shape)
+        check_finite(f"weights[{index}]", weight)
         y = y @ weight.T
-    return make_task(x, y + noise * np.asarray(jax.random.normal(key, y.shape), y.dtype))
+    draw = np.asarray(jax.random.normal(key, y.shape), y.dtype)
+    return make_task(x, y + noise * draw)
 
 
 @validated
@@ -292,7 +316,9 @@ def hierarchy_task(
     parents: Int[Array | np.ndarray, " nodes"],
     x: Float[Array | np.ndarray, "leaves inputs"] | None = None,
 ) -> Task:
-    """Return the semantic hierarchy of a tree: leaves are items, and a target is 1 for the leaf and its ancestors.
+    """Return the task of a semantic hierarchy, whose items are the leaves of a tree.
+
+    A target is 1 for the leaf and its ancestors.
 
     Args:
         parents: Index of each node's parent, -1 for the root. Leaves are nodes without children.
@@ -324,8 +350,9 @@ def hierarchy_task(
         fail("parents", "lead to the root from every node", above.tolist(), "They have a cycle")
     if x is not None and len(x) != len(leaves):
         fail("x", f"have a row per leaf ({len(leaves)})", np.shape(x))
-    y = y[leaves, :-1].astype(np.float32)
-    return make_task(np.eye(len(leaves), dtype=np.float32) if x is None else x, y)
+    if x is None:
+        x = np.eye(len(leaves), dtype=np.float32)
+    return make_task(x, y[leaves, :-1].astype(np.float32))
 
 
 @validated

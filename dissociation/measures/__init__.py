@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "error_rate", "input_noise_error", "parameter_noise_error", "linear_probe", "linear_probe_fit",
-    "gradient_probe", "transfer_errors", "class_moments", "merge_moments", "neural_collapse", "ClassMoments",
-    "Collapse", "linear_head", "first_cross", "median_crossing", "log_slope", "information_plane", "information",
-    "label_information", "entropy", "entropy_weights", "smoothed_information", "whiten",
+    "error_rate", "input_noise_error", "parameter_noise_error", "linear_probe",
+    "linear_probe_fit", "gradient_probe", "transfer_errors", "class_moments", "merge_moments",
+    "neural_collapse", "ClassMoments", "Collapse", "linear_head", "first_cross",
+    "median_crossing", "log_slope", "information_plane", "information", "label_information",
+    "entropy", "entropy_weights", "smoothed_information", "whiten",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

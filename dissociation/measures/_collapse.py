@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from dissociation._core.checks import check_classes, check_count, fail, is_traced, warn
@@ -68,7 +69,7 @@ class Collapse(Result):
 
 
 class Frame(Result):
-    """Distances of centred class means from a simplex equiangular tight frame; NaN where they are undefined."""
+    """Distances of centred class means from a simplex equiangular tight frame; NaN if undefined."""
 
     equinorm: Float[Array, ""]  # standard deviation of the means' norms over their mean norm
     equiangularity: Float[Array, ""]  # standard deviation of the cosines of all pairs
@@ -98,34 +99,45 @@ def class_moments(
 
 @partial(jax.jit, static_argnames=("count", "scatter"))
 def _class_moments(features: Array, labels: Array, count: int, scatter: bool) -> ClassMoments:
-    member = jax.nn.one_hot(labels, count, dtype=features.dtype)
-    counts = jnp.sum(member, 0)
+    membership = jax.nn.one_hot(labels, count, dtype=features.dtype)
+    counts = jnp.sum(membership, 0)
     # An index beyond the last class is filled with NaN below.
-    place = jnp.where((labels >= 0) & (labels < count), labels, count)
+    is_class = (labels >= 0) & (labels < count)
+    class_index = jnp.where(is_class, labels, count)
 
-    def mean(of: Array) -> Array:
-        return product(member.T, of) / jnp.maximum(counts, 1.0)[:, None]
+    def class_mean(samples):
+        totals = product(membership.T, samples)
+        return totals / jnp.maximum(counts, 1.0)[:, None]
 
-    def of_sample(table: Array) -> Array:
-        return table.at[place].get(mode="fill", fill_value=jnp.nan)
+    def of_sample(table):
+        return table.at[class_index].get(mode="fill", fill_value=jnp.nan)
 
     # The difference of two numbers of similar size is exact, so the mean of the differences is the
     # means' rounding.
-    means = mean(features)
-    apart = features - of_sample(means)
-    rest = mean(apart)
-    rest = rest + mean(apart - of_sample(rest))
-    largest, limits = jnp.max(jnp.abs(features), initial=0.0), jnp.finfo(features.dtype)
-    usual = (largest > float(limits.tiny) ** 0.25) & (largest < float(limits.max) ** 0.25)
-    unit = jnp.where(usual, 1.0, scale_of(largest))
-    residual = (apart - of_sample(rest)) / unit
+    means = class_mean(features)
+    deviation = features - of_sample(means)
+    rounding = class_mean(deviation)
+    rounding = rounding + class_mean(deviation - of_sample(rounding))
+
+    largest = jnp.max(jnp.abs(features), initial=0.0)
+    limits = jnp.finfo(features.dtype)
+    is_above = largest > float(limits.tiny) ** 0.25
+    is_below = largest < float(limits.max) ** 0.25
+    unit = jnp.where(is_above & is_below, 1.0, scale_of(largest))
+
+    residual = (deviation - of_sample(rounding)) / unit
+    square = jnp.sum(residual**2, 1)
+    lengths = root(jnp.sum((features / unit) ** 2, 1))
+    scatter_matrix = None
+    if scatter:
+        scatter_matrix = product(residual.T, residual)
     return ClassMoments(
         counts=counts,
         means=means,
-        rest=rest,
-        spread=product(member.T, jnp.sum(residual**2, 1)[:, None])[:, 0],
-        norms=unit * jnp.sum(root(jnp.sum((features / unit) ** 2, 1))),
-        scatter=product(residual.T, residual) if scatter else None,
+        rest=rounding,
+        spread=product(membership.T, square[:, None])[:, 0],
+        norms=unit * jnp.sum(lengths),
+        scatter=scatter_matrix,
         unit=unit,
     )
 
@@ -156,28 +168,36 @@ def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
     share = b.counts / jnp.maximum(counts, 1.0)
     # A class absent from `a` starts at the mean of `b`: from the mean 0 of an absent class, `rest`
     # would lose digits.
-    known = (a.counts > 0)[:, None]
-    first, rest = jnp.where(known, a.means, b.means), jnp.where(known, a.rest, b.rest)
-    apart = (b.means - first) + (b.rest - rest)
+    present = (a.counts > 0)[:, None]
+    start = jnp.where(present, a.means, b.means)
+    rounding = jnp.where(present, a.rest, b.rest)
+    difference = (b.means - start) + (b.rest - rounding)
+
+    # Knuth's sum: the new means plus their rounding equal start + step exactly.
+    step = rounding + share[:, None] * difference
+    means = start + step
+    moved = means - start
+    rounding = (start - (means - moved)) + (step - moved)
+
+    # The unit of features that are all zero does not count.
+    unit_a = jnp.where(a.norms == 0, 0.0, a.unit)
+    unit_b = jnp.where(b.norms == 0, 0.0, b.unit)
+    unit = jnp.where(unit_a + unit_b == 0, 1.0, jnp.maximum(unit_a, unit_b))
+    factor_a = (unit_a / unit) ** 2
+    factor_b = (unit_b / unit) ** 2
+
+    difference = difference / unit
     weight = a.counts * share
-    # Knuth's sum: the new means plus the new rest equal first + step exactly.
-    step = rest + share[:, None] * apart
-    means = first + step
-    moved = means - first
-    units = [jnp.where(part.norms == 0, 0.0, part.unit) for part in (a, b)]  # 0 if all features are
-    unit = jnp.where(sum(units) == 0, 1.0, jnp.maximum(*units))
-    scatter, apart, factors = None, apart / unit, [(each / unit) ** 2 for each in units]
+    spread = factor_a * a.spread + factor_b * b.spread
+    scatter = None
     if a.scatter is not None and b.scatter is not None:
-        scatter = (
-            factors[0] * a.scatter
-            + factors[1] * b.scatter
-            + product(apart.T, weight[:, None] * apart)
-        )
+        scatter = factor_a * a.scatter + factor_b * b.scatter
+        scatter = scatter + product(difference.T, weight[:, None] * difference)
     return ClassMoments(
         counts=counts,
         means=means,
-        rest=(first - (means - moved)) + (step - moved),
-        spread=factors[0] * a.spread + factors[1] * b.spread + weight * jnp.sum(apart**2, 1),
+        rest=rounding,
+        spread=spread + weight * jnp.sum(difference**2, 1),
         norms=a.norms + b.norms,
         scatter=scatter,
         unit=unit,
@@ -203,67 +223,87 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
         collapse emergence. Papyan, Han and Donoho (2020), Prevalence of neural collapse during the
         terminal phase of deep learning.
     """
-    found, spread, offset = _collapse(moments)
-    if not is_traced(spread) and spread > 0 and offset > _LARGE_OFFSET * spread:
+    collapse, spread, offset = _collapse(moments)
+    if is_traced(spread):
+        return collapse
+    if spread > 0 and offset > _LARGE_OFFSET * spread:
         warn(
             f"`moments` are of features {offset:.3g} from zero that spread by {spread:.3g}: "
             "`scale`, `rnc1` and `nc2`,"
             " which do not subtract their mean, measure this offset. Centre the features first.",
             UserWarning,
         )
-    if not is_traced(spread) and 0 < spread < 1e-3:
+    if 0 < spread < 1e-3:
         warn(
             f"Features vary by {float(spread):.2g}, beside which the published constants of "
             "`nc1` (1e-8) and `rnc1` "
             "(1e-10) count: multiply the features by a number, or read `trace_ratio` of "
             "`recipes.CheapMeasures`."
         )
-    return found
+    return collapse
 
 
 @jax.jit
 def _collapse(moments: ClassMoments) -> tuple[Collapse, Array, Array]:
     """Return the measures, the features' spread, and the norm of their mean."""
-    number = jnp.sum(moments.counts)
+    counts = moments.counts
+    number = jnp.sum(counts)
     within = jnp.sum(moments.spread) / number
-    centred, _ = _centred(moments, moments.counts)
+    centred, _ = _centred(moments, counts)
     unit = jnp.asarray(moments.unit)
-    between = jnp.sum(moments.counts / number * jnp.sum((centred / unit) ** 2, 1))
-    lost = jnp.where(jnp.isnan(within), jnp.nan, 0.0)  # a traced label that is not a class
-    scale = moments.norms / number + lost
-    found = Collapse(
+    square = jnp.sum((centred / unit) ** 2, 1)
+    between = jnp.sum(counts / number * square)
+
+    # A traced label that is not a class makes the variance NaN, and so all other measures.
+    undefined = jnp.where(jnp.isnan(within), jnp.nan, 0.0)
+    scale = moments.norms / number + undefined
+    collapse = Collapse(
         within=within * unit**2,
         between=between * unit**2,
         scale=scale,
         nc1=within * unit / (between * unit + 1e-8 / unit),
         rnc1=within * unit / ((scale / unit) * scale + 1e-10 / unit),
-        nc2=_condition_number(moments) + lost,
+        nc2=_condition_number(moments) + undefined,
     )
-    mean = jnp.sum(moments.counts[:, None] * moments.means, 0) / number
-    return found, unit * jnp.sqrt(within + between), unit * jnp.linalg.norm(mean / unit)
+
+    spread = unit * jnp.sqrt(within + between)
+    mean = jnp.sum(counts[:, None] * moments.means, 0) / number
+    offset = unit * jnp.linalg.norm(mean / unit)
+    return collapse, spread, offset
 
 
 def _centred(moments: ClassMoments, weights: Array) -> tuple[Array, Bool[Array, " classes"]]:
-    """Return class means minus their weighted mean, zero for absent classes, and True for each present class."""
+    """Return class means minus their weighted mean, and True for each class with samples.
+
+    The means of classes without samples are zero.
+    """
     present = moments.counts > 0
-    share = jnp.where(present, weights, 0.0)[:, None] / jnp.sum(jnp.where(present, weights, 0.0))
+    weights = jnp.where(present, weights, 0.0)
+    share = weights[:, None] / jnp.sum(weights)
     centred = moments.means - jnp.sum(share * moments.means, 0)[None] + moments.rest
-    return jnp.where(present[:, None], centred - jnp.sum(share * centred, 0)[None], 0.0), present
+    centred = centred - jnp.sum(share * centred, 0)[None]
+    return jnp.where(present[:, None], centred, 0.0), present
 
 
 def _condition_number(moments: ClassMoments) -> Array:
     means, undefined = finite_part(moments.means / moments.unit)
-    values = jnp.linalg.svd(means, compute_uv=False)  # absent classes add zeros at the end
-    present = jnp.sum(moments.counts > 0)
-    least = values[jnp.minimum(present, values.shape[0]) - 1]
-    rounding = max(means.shape) * jnp.finfo(means.dtype).eps
-    enough = (present <= values.shape[0]) & (least > rounding * values[0])
-    return jnp.where(enough, values[0] / jnp.where(enough, least, 1.0), jnp.inf) + undefined
+    # Classes without samples add zeros at the end.
+    singular_values = jnp.linalg.svd(means, compute_uv=False)
+    num_values = len(singular_values)
+    num_present = jnp.sum(moments.counts > 0)
+    largest = singular_values[0]
+    smallest = singular_values[jnp.minimum(num_present, num_values) - 1]
+
+    eps = jnp.finfo(means.dtype).eps
+    rounding = max(means.shape) * eps
+    is_regular = (num_present <= num_values) & (smallest > rounding * largest)
+    divisor = jnp.where(is_regular, smallest, 1.0)
+    return jnp.where(is_regular, largest / divisor, jnp.inf) + undefined
 
 
 @jax.jit
 def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
-    """Return tr(S_W pinv(S_B)) / C, the within-class covariance in units of the between-class covariance.
+    """Return tr(S_W pinv(S_B)) / C, the covariance within classes in units of that between them.
 
     S_W = sum_i (z_i - mu_c)(z_i - mu_c)^T / n and S_B = sum_c (mu_c - mu_G)(mu_c - mu_G)^T / C,
     with the mean mu_G of class means, over classes with samples.
@@ -285,40 +325,50 @@ def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
             "Ask for it: class_moments(..., scatter=True)",
         )
     means, present, smallest = _about_their_mean(moments)
-    within, classes = moments.scatter / jnp.sum(moments.counts), jnp.sum(present)
+    within = moments.scatter / jnp.sum(moments.counts)
+    num_classes = jnp.sum(present)
     means, undefined = finite_part(means)
+
     # S_B = M^T M / C with few rows M, so that pinv(S_B) / C = pinv(M) pinv(M)^T.
-    known = jax.lax.stop_gradient(means)
-    left, values, right = jnp.linalg.svd(known, full_matrices=False)
+    fixed_means = lax.stop_gradient(means)
+    left_vectors, values, right_vectors = jnp.linalg.svd(fixed_means, full_matrices=False)
     rounding = max(means.shape) * float(jnp.finfo(means.dtype).eps)
+    cutoff = jnp.maximum(rounding * values[0], smallest)
     # Centred means have rank C - 1 at most, even if rounding makes the last singular value
     # positive.
-    kept = (values > jnp.maximum(rounding * values[0], smallest)) & (
-        jnp.arange(len(values)) < classes - 1
-    )
-    # `means` - `known` is zero and carries the derivative.
-    means = product(left * jnp.where(kept, values, 0.0)[None], right) + (means - known)
+    is_resolved = (values > cutoff) & (jnp.arange(len(values)) < num_classes - 1)
+    resolved_values = jnp.where(is_resolved, values, 0.0)
+    resolved = product(left_vectors * resolved_values[None], right_vectors)
+
+    # `means` - `fixed_means` is zero and carries the derivative.
+    means = resolved + (means - fixed_means)
     inverse = jnp.linalg.pinv(means, rtol=rounding)
     ratio = jnp.sum(inverse * product(within, inverse))
-    spread = (classes > 1) & (jnp.trace(within) > 0)
-    return jnp.where(values[0] > smallest, ratio, jnp.where(spread, jnp.inf, jnp.nan)) + undefined
+    is_spread = (num_classes > 1) & (jnp.trace(within) > 0)
+    limit = jnp.where(is_spread, jnp.inf, jnp.nan)
+    return jnp.where(values[0] > smallest, ratio, limit) + undefined
 
 
 def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"], Array]:
-    """Return class means minus their mean over `unit`, 0 if absent, True if present, and a size that counts as zero."""
-    means, present = _centred(moments, jnp.ones_like(moments.counts))
+    """Return class means minus their mean, True for each class with samples, and a tolerance.
+
+    Means are in units of `unit`, and zero for classes without samples. Lengths up to the tolerance
+    are rounding.
+    """
+    counts = moments.counts
+    means, present = _centred(moments, jnp.ones_like(counts))
     means = means / moments.unit
+
     # Differences of samples are summed, so the rounding is proportional to the samples' distances
     # from their mean.
-    number = jnp.sum(moments.counts)
-    size = jnp.sqrt(
-        jnp.sum(moments.spread / number) + jnp.sum(moments.counts / number * jnp.sum(means**2, 1))
-    )
-    return (
-        means,
-        present,
-        jax.lax.stop_gradient(8 * means.shape[0] ** 0.5 * jnp.finfo(means.dtype).eps * size),
-    )
+    number = jnp.sum(counts)
+    within = jnp.sum(moments.spread / number)
+    square = jnp.sum(means**2, 1)
+    between = jnp.sum(counts / number * square)
+    size = jnp.sqrt(within + between)
+    eps = jnp.finfo(means.dtype).eps
+    tolerance = 8 * len(means) ** 0.5 * eps * size
+    return means, present, lax.stop_gradient(tolerance)
 
 
 @jax.jit
@@ -329,21 +379,26 @@ def simplex_frame(moments: ClassMoments) -> Frame:
     """
     means, present, smallest = _about_their_mean(moments)
     norms = root(jnp.sum(means**2, 1))
-    classes = jnp.sum(present)
+    num_classes = jnp.sum(present)
+    are_distinct = (num_classes > 1) & (jnp.max(norms) > smallest)
+    are_directed = are_distinct & jnp.all(~present | (norms > smallest))
+
     average = jnp.mean(norms, where=present)
-    apart = (classes > 1) & (jnp.max(norms) > smallest)
-    directed = apart & jnp.all(~present | (norms > smallest))
     deviation = root(jnp.mean((norms - average) ** 2, where=present))
-    unit = means / jnp.where(norms > 0, norms, 1.0)[:, None]
-    rows, columns = np.triu_indices(means.shape[0], 1)
-    cosines = product(unit, unit.T)[rows, columns]
-    both = present[rows] & present[columns]
-    variance = jnp.mean((cosines - jnp.mean(cosines, where=both)) ** 2, where=both)
-    off = jnp.mean(jnp.abs(cosines + 1.0 / (classes - 1)), where=both)
+    relative_deviation = deviation / jnp.where(are_distinct, average, 1.0)
+
+    lengths = jnp.where(norms > 0, norms, 1.0)
+    directions = means / lengths[:, None]
+    rows, columns = np.triu_indices(len(means), 1)
+    cosines = product(directions, directions.T)[rows, columns]
+    is_pair = present[rows] & present[columns]
+    mean_cosine = jnp.mean(cosines, where=is_pair)
+    variance = jnp.mean((cosines - mean_cosine) ** 2, where=is_pair)
+    distance = jnp.mean(jnp.abs(cosines + 1.0 / (num_classes - 1)), where=is_pair)
     return Frame(
-        equinorm=jnp.where(apart, deviation / jnp.where(apart, average, 1.0), jnp.nan),
-        equiangularity=jnp.where(directed, root(variance), jnp.nan),
-        maximal_angle=jnp.where(directed, off, jnp.nan),
+        equinorm=jnp.where(are_distinct, relative_deviation, jnp.nan),
+        equiangularity=jnp.where(are_directed, root(variance), jnp.nan),
+        maximal_angle=jnp.where(are_directed, distance, jnp.nan),
     )
 
 
@@ -351,37 +406,42 @@ def simplex_frame(moments: ClassMoments) -> Frame:
 def self_duality(
     moments: ClassMoments, classifier: Float[Array | np.ndarray, "classes d"]
 ) -> Float[Array, ""]:
-    """Return |W / |W| - M / |M||^2 of the last layer's weights W and the centred class means M, in Frobenius norms.
+    """Return |W / |W| - M / |M||^2 of the last layer's weights W and the centred class means M.
+
+    All norms are Frobenius norms.
 
     Source: Papyan, Han and Donoho (2020), NC3.
     """
     means, present, smallest = _about_their_mean(moments)
     weights = jnp.where(present[:, None], jnp.asarray(classifier), 0.0)
-    weights = weights / scale_of(jnp.max(jnp.abs(weights)))
+    largest = jnp.max(jnp.abs(weights))
+    weights = weights / scale_of(largest)
+    weights = weights / jnp.linalg.norm(weights)
     size = jnp.linalg.norm(means)
-    return jnp.sum(
-        (weights / jnp.linalg.norm(weights) - means / jnp.where(size > smallest, size, jnp.nan))
-        ** 2
-    )
+    size = jnp.where(size > smallest, size, jnp.nan)
+    return jnp.sum((weights - means / size) ** 2)
 
 
 @jax.jit
 def nearest_centre_agreement(
     features: Float[Array, "n d"], logits: Float[Array, "n classes"], moments: ClassMoments
 ) -> Float[Array, ""]:
-    """Return the fraction of samples [samples, d] that the network assigns to the class with the nearest mean.
+    """Return the fraction of samples that the network assigns to the class with the nearest mean.
 
     Source: Papyan, Han and Donoho (2020), NC4.
     """
     means, present, _ = _about_their_mean(moments)
+
     # |z - mu|^2 minus |z|^2, about the middle of the means because an offset would cancel digits.
     share = jnp.where(present, 1.0, 0.0)[:, None] / jnp.sum(present)
     middle = jnp.sum(share * moments.means, 0)[None]
-    about = features - middle - jnp.sum(share * (moments.means - middle + moments.rest), 0)[None]
-    about = about / moments.unit
-    distance = jnp.where(
-        present[None], jnp.sum(means**2, 1)[None] - 2 * product(about, means.T), jnp.inf
-    )
-    agree = jnp.mean(jnp.argmin(distance, 1) == jnp.argmax(logits, 1), dtype=distance.dtype)
-    defined = jnp.isfinite(jnp.min(distance, 1)) & jnp.isfinite(jnp.max(logits, 1))
-    return jnp.where(jnp.all(defined), agree, jnp.nan)
+    remainder = jnp.sum(share * (moments.means - middle + moments.rest), 0)[None]
+    centred = (features - middle - remainder) / moments.unit
+    distance = jnp.sum(means**2, 1)[None] - 2 * product(centred, means.T)
+    distance = jnp.where(present[None], distance, jnp.inf)
+
+    is_nearest = jnp.argmin(distance, 1) == jnp.argmax(logits, 1)
+    fraction = jnp.mean(is_nearest, dtype=distance.dtype)
+    has_nearest = jnp.isfinite(jnp.min(distance, 1))
+    has_prediction = jnp.isfinite(jnp.max(logits, 1))
+    return jnp.where(jnp.all(has_nearest & has_prediction), fraction, jnp.nan)

@@ -1,10 +1,11 @@
-"""Coordinates for nearest-neighbour estimates of information: asinh, normal scores and whitening."""
+"""Coordinates for estimates of information by nearest neighbours: asinh, scores, whitening."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_count, check_non_negative
@@ -19,67 +20,86 @@ _TAIL = 3.0
 
 
 def drawn_in(points: Array) -> Array:
-    """Return asinh((x - median) / (3 robust deviations)) of every coordinate, which shortens tails."""
-    low, middle, high = jnp.quantile(points, jnp.asarray([0.25, 0.5, 0.75], points.dtype), axis=0)
+    """Return asinh((x - median) / (3 robust deviations)) of every coordinate.
+
+    This shortens the tails of its distribution.
+    """
+    levels = jnp.asarray([0.25, 0.5, 0.75], points.dtype)
+    low, middle, high = jnp.quantile(points, levels, axis=0)
     points = points - middle[None]
     deviation = (high - low) / 1.349  # the quartiles of a Gaussian are 1.349 deviations apart
     deviation = jnp.where(deviation > 0, deviation, jnp.max(jnp.abs(points), 0))
-    return jnp.arcsinh(points / (_TAIL * jnp.where(deviation > 0, deviation, 1.0))[None])
+    deviation = jnp.where(deviation > 0, deviation, 1.0)
+    return jnp.arcsinh(points / (_TAIL * deviation)[None])
 
 
 def normal_scores(points: Array) -> Array:
-    """Return coordinates replaced, rank by rank, by sorted samples of a Gaussian. Equal values stay equal."""
+    """Return coordinates replaced, rank by rank, by sorted samples of a Gaussian.
+
+    Equal coordinates stay equal.
+    """
     # Gaussian quantiles in place of samples would be evenly spaced, which biases distances of
     # neighbours.
-    scores = jax.random.normal(named_key("normal scores"), points.shape[::-1], jnp.float32).astype(
-        points.dtype
-    )
+    key = named_key("normal scores")
+    samples = jax.random.normal(key, points.shape[::-1], jnp.float32)
+    samples = samples.astype(points.dtype)
 
-    def replaced(column: Array, sample: Array) -> Array:
-        return jnp.sort(sample)[jnp.searchsorted(jnp.sort(column), column)]
+    def scores_of(column, sample):
+        ranks = jnp.searchsorted(jnp.sort(column), column)
+        return jnp.sort(sample)[ranks]
 
-    return jax.vmap(replaced, (1, 0), 1)(points, scores)
+    return jax.vmap(scores_of, (1, 0), 1)(points, samples)
 
 
 def whitened(points: Any, reference: Any = None) -> tuple[Array, Array]:
-    """Return points in coordinates in which the reference (default: points) is white, and the log volume.
+    """Return points in coordinates in which the reference (default: points) is white.
 
-    The log volume is half the log determinant of the reference's covariance.
+    The log volume follows, half the log determinant of the reference's covariance.
     """
     points = centre(points)
-    reference = points if reference is None else centre(reference)
-    number = points.shape[0]
+    is_own_reference = reference is None
+    reference = points if is_own_reference else centre(reference)
+    number, dimension = points.shape
+    limits = jnp.finfo(points.dtype)
 
-    def body(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        white, done, logs = state
-        column, target = points[:, index][:, None], reference[:, index][:, None]
-        before = jnp.sqrt(jnp.mean(target**2))
+    def body(index, state):
+        white, white_reference, log_volume = state
+        column = points[:, index][:, None]
+        target = reference[:, index][:, None]
+        target_size = _root_mean_square(target)
+
         # Gram and Schmidt's method, twice against rounding, because a covariance would lose half of
         # the digits.
         for _ in range(2):
-            shares = product(done.T, target) / number
-            column, target = column - product(white, shares), target - product(done, shares)
-        left = jnp.sqrt(jnp.mean(target**2))
-        full = left > 32 * jnp.finfo(points.dtype).eps * jnp.maximum(
-            before, jnp.sqrt(jnp.mean(column**2))
-        )
-        scale = jnp.where(full, 1.0 / jnp.where(full, left, 1.0), 0.0)
-        log = jnp.where(full, jnp.log(jnp.where(full, left, 1.0)), -jnp.inf)
+            shares = product(white_reference.T, target) / number
+            column = column - product(white, shares)
+            target = target - product(white_reference, shares)
+        residual = _root_mean_square(target)
+        column_size = _root_mean_square(column)
+
+        is_independent = residual > 32 * limits.eps * jnp.maximum(target_size, column_size)
+        residual = jnp.where(is_independent, residual, 1.0)
+        scale = jnp.where(is_independent, 1.0 / residual, 0.0)
+        log = jnp.where(is_independent, jnp.log(residual), -jnp.inf)
+
         # A constant or dependent coordinate becomes zero. If only the reference's is, the point's
         # gets mean square 1.
-        rest = column / jnp.maximum(jnp.sqrt(jnp.mean(column**2)), jnp.finfo(points.dtype).tiny)
-        column = column * scale if reference is points else jnp.where(full, column * scale, rest)
-        return (
-            white.at[:, index].set(column[:, 0]),
-            done.at[:, index].set(target[:, 0] * scale),
-            logs + log,
-        )
+        scaled = column * scale
+        if not is_own_reference:
+            normalised = column / jnp.maximum(column_size, limits.tiny)
+            scaled = jnp.where(is_independent, scaled, normalised)
+        white = white.at[:, index].set(scaled[:, 0])
+        white_reference = white_reference.at[:, index].set(target[:, 0] * scale)
+        return white, white_reference, log_volume + log
 
     zero = jnp.zeros_like(points)
-    white, _, logs = jax.lax.fori_loop(
-        0, points.shape[1], body, (zero, zero, jnp.zeros((), points.dtype))
-    )
-    return white, logs
+    start = (zero, zero, jnp.zeros((), points.dtype))
+    white, _, log_volume = lax.fori_loop(0, dimension, body, start)
+    return white, log_volume
+
+
+def _root_mean_square(x: Array) -> Array:
+    return jnp.sqrt(jnp.mean(x**2))
 
 
 @validated
@@ -99,17 +119,23 @@ def whiten(
     """
     if rtol is not None:
         check_non_negative("rtol", rtol)
-    points, width = jnp.asarray(points), points.shape[1]
-    count = check_count(
-        "num_components",
-        width if num_components is None else num_components,
-        minimum=1,
-        maximum=width,
-    )
+    points = jnp.asarray(points)
+    number, dimension = points.shape
+    if num_components is None:
+        num_components = dimension
+    count = check_count("num_components", num_components, minimum=1, maximum=dimension)
+
     centred = centre(points)
-    values, vectors = jnp.linalg.eigh(product(centred.T, centred) / points.shape[0])
-    values, vectors = values[::-1][:count], vectors[:, ::-1][:, :count]
-    cutoff = width * float(jnp.finfo(values.dtype).eps) if rtol is None else rtol**2
-    kept = values > cutoff * jnp.maximum(values[0], jnp.finfo(values.dtype).tiny)
-    scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values, 1.0)), 0.0)
+    covariance = product(centred.T, centred) / number
+    values, vectors = jnp.linalg.eigh(covariance)
+    values = values[::-1][:count]
+    vectors = vectors[:, ::-1][:, :count]
+
+    limits = jnp.finfo(values.dtype)
+    cutoff = dimension * float(limits.eps)
+    if rtol is not None:
+        cutoff = rtol**2
+    is_resolved = values > cutoff * jnp.maximum(values[0], limits.tiny)
+    values = jnp.where(is_resolved, values, 1.0)
+    scale = jnp.where(is_resolved, lax.rsqrt(values), 0.0)
     return product(centred, vectors) * scale[None]

@@ -75,15 +75,20 @@ def first_cross(
         direction: "above" or "below".
 
     Example:
-        >>> first_cross(jnp.array([0.0, 1.0, 2.0]), jnp.array([[0.1, 0.6, 0.9], [0.1, 0.2, 0.3]]), 0.5)
+        >>> curves = jnp.array([[0.1, 0.6, 0.9], [0.1, 0.2, 0.3]])
+        >>> first_cross(jnp.array([0.0, 1.0, 2.0]), curves, 0.5)
         Array([ 1., nan], dtype=float32)
     """
     check_choice("direction", direction, DIRECTIONS)
-    if not is_traced(x) and not np.all(np.diff(np.asarray(x)) > 0):
-        fail("x", "rise", np.asarray(x))
-    x, y = jnp.asarray(x), jnp.asarray(y)
-    beyond = y > threshold if direction == "above" else y < threshold
-    return jnp.where(jnp.any(beyond, -1), x[jnp.argmax(beyond, -1)], jnp.nan)
+    if not is_traced(x):
+        positions = np.asarray(x)
+        if not np.all(np.diff(positions) > 0):
+            fail("x", "rise", positions)
+    x = jnp.asarray(x)
+    y = jnp.asarray(y)
+    is_beyond = y > threshold if direction == "above" else y < threshold
+    first = x[jnp.argmax(is_beyond, -1)]
+    return jnp.where(jnp.any(is_beyond, -1), first, jnp.nan)
 
 
 @validated
@@ -93,10 +98,10 @@ def median_crossing(
     *,
     level: float = 0.9,
 ) -> Median:
-    """Return Kaplan and Meier's median of crossing times with Brookmeyer and Crowley's interval, on the host.
+    """Return Kaplan and Meier's median of crossing times with Brookmeyer and Crowley's interval.
 
-    At level 0.9 an interval bounded from below needs four samples, one bounded from above five if
-    all have crossed.
+    It is computed on the host. At level 0.9 an interval bounded from below needs four samples, one
+    bounded from above five if all have crossed.
 
     Args:
         times: Crossing times; NaN for samples that had not crossed when their run ended.
@@ -116,37 +121,53 @@ def median_crossing(
     crossed = ~np.isnan(times)
     check_finite("times", times[crossed])
     check_finite("end", end)
-    ends = np.broadcast_to(np.asarray(end, float), times.shape)
-    _check_ends(times, ends)
-    one_side = 0.5**times.size  # probability that all samples lie on one side of the median
-    bounded = one_side <= 1 - level
+    ends = _checked_ends(times, end)
+    tail = 0.5**times.size  # probability that all samples lie on one side of the median
+    is_bounded_below = tail <= 1 - level
+    low = -np.inf
     if not crossed.any():
-        return Median(np.inf, float(ends.min()) if bounded else -np.inf, np.inf)
-    survival = stats.ecdf(stats.CensoredData(uncensored=times[crossed], right=ends[~crossed])).sf
+        if is_bounded_below:
+            low = float(ends.min())
+        return Median(np.inf, low, np.inf)
+
+    censored = stats.CensoredData(uncensored=times[crossed], right=ends[~crossed])
+    survival = stats.ecdf(censored).sf
+    probabilities = survival.probabilities
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", RuntimeWarning
-        )  # SciPy has no limits if all or none have crossed
+        # SciPy has no limits if all or none have crossed.
+        warnings.simplefilter("ignore", RuntimeWarning)
         limits = survival.confidence_interval(level, method="log-log")
 
-    def half(chance: np.ndarray) -> float:
-        below = np.flatnonzero(chance <= 0.5)
-        return float(survival.quantiles[below[0]]) if len(below) else np.inf
+    def time_of_half(curve):
+        below = np.flatnonzero(curve <= 0.5)
+        if len(below) == 0:
+            return np.inf
+        return float(survival.quantiles[below[0]])
 
-    def limit(curve: Any, after_all: float) -> np.ndarray:
+    def limit_of(curve, after_all):
         # Log-log limits do not exist before the first and after the last crossing.
-        beyond = np.where(survival.probabilities > 0, 1.0, after_all)
-        return np.where(np.isnan(curve.probabilities), beyond, curve.probabilities)
+        beyond = np.where(probabilities > 0, 1.0, after_all)
+        return np.where(np.isnan(curve), beyond, curve)
 
-    low = half(limit(limits.low, 0.0)) if bounded else -np.inf
-    high = half(limit(limits.high, 0.0 if 2 * one_side <= 1 - level else 1.0))
+    if is_bounded_below:
+        low = time_of_half(limit_of(limits.low.probabilities, 0.0))
+    after_all = 1.0
+    if 2 * tail <= 1 - level:
+        after_all = 0.0
+    high = time_of_half(limit_of(limits.high.probabilities, after_all))
     # The estimate is often exactly 1/2, but for its rounding.
-    return Median(half(np.round(survival.probabilities, 12)), low, high)
+    median = time_of_half(np.round(probabilities, 12))
+    return Median(median, low, high)
 
 
-def _check_ends(times: np.ndarray, ends: np.ndarray) -> None:
-    if (late := times > ends).any():
-        fail("end", f"be no earlier than the crossing at {times[late][0]:g}", f"{ends[late][0]:g}")
+def _checked_ends(times: np.ndarray, end: Any) -> np.ndarray:
+    """Return the end of every run; raise if one is before its crossing."""
+    ends = np.broadcast_to(np.asarray(end, float), times.shape)
+    is_late = times > ends
+    if is_late.any():
+        crossing = times[is_late][0]
+        fail("end", f"be no earlier than the crossing at {crossing:g}", f"{ends[is_late][0]:g}")
+    return ends
 
 
 @validated
@@ -157,10 +178,11 @@ def log_slope(
     *,
     level: float = 0.95,
 ) -> Slope:
-    """Fit a line to log time against log `at`, by maximum likelihood with a normal spread, on the host.
+    """Fit a line to log time against log `at`, by maximum likelihood with a normal spread.
 
-    Samples that did not cross count as "later than `end`" (Tobin's model of censored data). If all
-    crossings lie on one line that contradicts no other sample, the spread is 0.
+    It is computed on the host. Samples that did not cross count as "later than `end`" (Tobin's
+    model of censored data). If all crossings lie on one line that contradicts no other sample, the
+    spread is 0.
 
     Args:
         times: Positive crossing times; NaN for samples that had not crossed.
@@ -178,70 +200,97 @@ def log_slope(
         Olsen (1978), Note on the uniqueness of the maximum likelihood estimator for the Tobit
         model.
     """
-    times, at = np.asarray(times, float), np.asarray(at, float)
+    times = np.asarray(times, float)
+    at = np.asarray(at, float)
     crossed = ~np.isnan(times)
-    wrong = crossed & ~((times > 0) & np.isfinite(times))
-    if wrong.any():
-        fail("times", "be positive and finite, or NaN where there was no crossing", times[wrong][0])
+    is_wrong = crossed & ~((times > 0) & np.isfinite(times))
+    if is_wrong.any():
+        requirement = "be positive and finite, or NaN where there was no crossing"
+        fail("times", requirement, times[is_wrong][0])
     check_level(level)
     check_positive("at", at)
     check_positive("end", end)
-    _check_ends(times, np.broadcast_to(np.asarray(end, float), times.shape))
-    if crossed.sum() < 3 or len(np.unique(at[crossed])) < 2:
-        fail("times", "hold three crossings at two places at least", f"{crossed.sum()} crossings")
-    logs, places = np.log(np.where(crossed, times, end)), np.log(at)
-    middle, width = places[crossed].mean(), places[crossed].std()
-    design = np.stack([(places - middle) / width, np.ones_like(places)], 1)
-    line = np.linalg.lstsq(design[crossed], logs[crossed], rcond=None)[0]
-    beyond = logs - design @ line
+    _checked_ends(times, end)
+    num_crossed = crossed.sum()
+    if num_crossed < 3 or len(np.unique(at[crossed])) < 2:
+        fail("times", "hold three crossings at two places at least", f"{num_crossed} crossings")
+
+    log_times = np.log(np.where(crossed, times, end))
+    log_at = np.log(at)
+    middle = log_at[crossed].mean()
+    width = log_at[crossed].std()
+    design = np.stack([(log_at - middle) / width, np.ones_like(log_at)], 1)
+    line, *_ = np.linalg.lstsq(design[crossed], log_times[crossed], rcond=None)
+    residual = log_times - design @ line
+
     # The likelihood of an exact line has no maximum.
-    if np.abs(beyond[crossed]).max() <= _ON_THE_LINE and np.all(beyond[~crossed] <= _ON_THE_LINE):
+    is_exact = np.abs(residual[crossed]).max() <= _ON_THE_LINE
+    if is_exact and np.all(residual[~crossed] <= _ON_THE_LINE):
         slope = line[0] / width
-        return Slope(float(slope), float(line[1] - slope * middle), 0.0, np.nan, np.nan, np.nan)
-    scaled, covariance = _tobit(design, logs, crossed)
-    slope, height, spread = scaled[0] / scaled[2], scaled[1] / scaled[2], 1 / scaled[2]
+        intercept = line[1] - slope * middle
+        return Slope(float(slope), float(intercept), 0.0, np.nan, np.nan, np.nan)
+
+    scaled, covariance = _tobit(design, log_times, crossed)
+    slope = scaled[0] / scaled[2]
+    height = scaled[1] / scaled[2]
+    spread = 1 / scaled[2]
     gradient = np.asarray([spread, 0.0, -slope * spread])
-    slope, free = slope / width, crossed.sum() - 2
+    slope = slope / width
+
     # The maximum of the likelihood underestimates the variance by the factor free / (free + 2).
-    error = np.sqrt(gradient @ covariance @ gradient * (free + 2) / free) / width
-    half = stats.t.ppf(0.5 + 0.5 * level, free) * error
-    found = slope, height - slope * middle, spread, error, slope - half, slope + half
-    return Slope(*map(float, found))
+    free = num_crossed - 2
+    variance = gradient @ covariance @ gradient * (free + 2) / free
+    error = np.sqrt(variance) / width
+    margin = stats.t.ppf(0.5 + 0.5 * level, free) * error
+    return Slope(
+        slope=float(slope),
+        intercept=float(height - slope * middle),
+        spread=float(spread),
+        error=float(error),
+        low=float(slope - margin),
+        high=float(slope + margin),
+    )
 
 
 def _tobit(
-    design: np.ndarray, logs: np.ndarray, crossed: np.ndarray
+    design: np.ndarray, log_times: np.ndarray, crossed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the maximum of the likelihood in (slope, height, 1) / spread, and the inverse of minus its curvature."""
+    """Return the maximum of the likelihood in (slope, height, 1) / spread, and its covariance.
+
+    The covariance is the inverse of minus the curvature.
+    """
     # Residuals in units of the spread are linear in these parameters, in which the likelihood is
     # concave.
-    rows = np.concatenate([-design, logs[:, None]], 1)
+    rows = np.concatenate([-design, log_times[:, None]], 1)
+    num_crossed = crossed.sum()
+    normal = stats.norm
 
-    def cost(scaled: np.ndarray) -> float:
+    def cost(scaled):
         residual = rows @ scaled
         if scaled[2] <= 0:
             return np.inf
-        chance = np.where(
-            crossed, stats.norm.logpdf(residual) + np.log(scaled[2]), stats.norm.logsf(residual)
-        )
-        return -float(np.sum(chance))
+        log_density = normal.logpdf(residual) + np.log(scaled[2])
+        log_likelihoods = np.where(crossed, log_density, normal.logsf(residual))
+        return -float(np.sum(log_likelihoods))
 
-    def slopes(scaled: np.ndarray) -> np.ndarray:
+    def hazard(residual):
+        return np.exp(normal.logpdf(residual) - normal.logsf(residual))
+
+    def slopes(scaled):
         residual = rows @ scaled
-        return rows.T @ np.where(crossed, residual, hazard(residual)) - np.asarray(
-            [0, 0, crossed.sum() / scaled[2]]
-        )
+        pulls = np.where(crossed, residual, hazard(residual))
+        return rows.T @ pulls - np.asarray([0, 0, num_crossed / scaled[2]])
 
-    def curvature(scaled: np.ndarray) -> np.ndarray:
+    def curvature(scaled):
         residual = rows @ scaled
-        weights = np.where(crossed, 1.0, hazard(residual) * (hazard(residual) - residual))
-        return rows.T @ (weights[:, None] * rows) + np.diag([0, 0, crossed.sum() / scaled[2] ** 2])
+        hazards = hazard(residual)
+        weights = np.where(crossed, 1.0, hazards * (hazards - residual))
+        weighted = weights[:, None] * rows
+        return rows.T @ weighted + np.diag([0, 0, num_crossed / scaled[2] ** 2])
 
-    def hazard(residual: np.ndarray) -> np.ndarray:
-        return np.exp(stats.norm.logpdf(residual) - stats.norm.logsf(residual))
-
-    line = np.linalg.lstsq(design, logs, rcond=None)[0]
-    start = np.append(line, 1.0) / max(np.std(logs - design @ line), 1e-3)
+    line, *_ = np.linalg.lstsq(design, log_times, rcond=None)
+    spread = max(np.std(log_times - design @ line), 1e-3)
+    start = np.append(line, 1.0) / spread
     solution = optimize.minimize(
         cost, start, jac=slopes, hess=curvature, method="trust-exact", options={"gtol": 1e-8}
     )

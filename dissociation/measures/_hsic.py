@@ -18,7 +18,7 @@ from dissociation._core.validation import validated
 Features = Float[Array | np.ndarray, "n d"]
 
 BANDWIDTHS = ("dimension", "median")
-"""Kernel bandwidth 2 sigma^2 d, as published, or 2 sigma^2 times the median squared distance of a batch.
+"""Kernel bandwidth 2 sigma^2 d, as published, or 2 sigma^2 times a batch's median squared distance.
 
 For uncorrelated features of variance 1, "median" with sigma 5 / sqrt(2) equals "dimension" with the
 published 5.
@@ -43,14 +43,19 @@ class InformationPlane(Result):
 
 @partial(jax.jit, static_argnames="bandwidth")
 def gaussian_gram(x: Array, sigma: Scalar = 5.0, bandwidth: str = "dimension") -> Array:
-    """Return kernels exp(-|x_i - x_j|^2 / (2 sigma^2 s)), [n, n], with s the dimension or the median squared distance.
+    """Return kernels exp(-|x_i - x_j|^2 / (2 sigma^2 s)), [n, n].
+
+    The scale s is the dimension or the median squared distance.
 
     Source: Ma, Lewis and Kleijn (2020), The HSIC bottleneck: deep learning without
     back-propagation.
     """
     square = squared_distances(x)
-    scale = typical(square) if bandwidth == "median" else jnp.asarray(x.shape[1], x.dtype)
-    return jnp.exp(-square / (2 * jnp.asarray(sigma, x.dtype) ** 2 * scale))
+    scale = jnp.asarray(x.shape[1], x.dtype)
+    if bandwidth == "median":
+        scale = typical(square)
+    sigma = jnp.asarray(sigma, x.dtype)
+    return jnp.exp(-square / (2 * sigma**2 * scale))
 
 
 def centred_gram(gram: Array) -> Array:
@@ -98,19 +103,16 @@ def information_plane(
         Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural
         collapse emergence.
     """
-    number = features.shape[0]
-    size, passes = (
-        check_count("batch_size", batch_size, minimum=2),
-        check_count("num_passes", num_passes, minimum=1),
-    )
+    number = len(features)
+    size = check_count("batch_size", batch_size, minimum=2)
+    num_passes = check_count("num_passes", num_passes, minimum=1)
     if size > number:
         fail("batch_size", f"be at most the number of samples ({number})", batch_size)
     check_choice("bandwidth", bandwidth, BANDWIDTHS)
     check_positive("sigma", sigma)
     check_positive("epsilon", epsilon)
-    return _plane(
-        features, inputs, labels, jax.random.split(key, passes), sigma, epsilon, size, bandwidth
-    )
+    keys = jax.random.split(key, num_passes)
+    return _plane(features, inputs, labels, keys, sigma, epsilon, size, bandwidth)
 
 
 @partial(jax.jit, static_argnames=("size", "bandwidth"))
@@ -124,29 +126,36 @@ def _plane(
     size: int,
     bandwidth: str,
 ) -> InformationPlane:
-    number = features.shape[0]
-    batches = number // size
-    unit = jnp.eye(size, dtype=features.dtype)[None, None]
-    ridge = jnp.asarray(epsilon, features.dtype) * size
+    number = len(features)
+    num_batches = number // size
+    dtype = features.dtype
+    identity = jnp.eye(size, dtype=dtype)[None, None]
+    ridge = jnp.asarray(epsilon, dtype) * size
 
-    def one_pass(key: Array) -> Array:
-        order = jax.random.permutation(key, number)[: batches * size].reshape(batches, size)
+    def one_pass(key):
+        order = jax.random.permutation(key, number)
+        batches = order[: num_batches * size].reshape(num_batches, size)
 
-        def grams(rows: Array) -> Array:
-            z, x = (
-                gaussian_gram(part[rows], sigma=sigma, bandwidth=bandwidth)
-                for part in (features, inputs)
-            )
+        def grams_of(rows):
+            z = gaussian_gram(features[rows], sigma=sigma, bandwidth=bandwidth)
+            x = gaussian_gram(inputs[rows], sigma=sigma, bandwidth=bandwidth)
+            x = x.astype(z.dtype)
             y = labels[rows].astype(z.dtype)
-            return jnp.stack([centred_gram(z), centred_gram(x.astype(z.dtype)), product(y, y.T)])
+            return jnp.stack([centred_gram(z), centred_gram(x), product(y, y.T)])
 
         # K (K + eps n I)^{-1} of all three kernel matrices, [3, batches, n, n].
-        spans = unit - ridge * positive_inverse(jax.vmap(grams, out_axes=1)(order) + ridge * unit)
-        mine, others = spans[:1], spans[1:]
-        in_common = jnp.sum(mine * others.swapaxes(-1, -2), (-1, -2))
-        # Their means over all permutations of samples.
-        traces = [jnp.trace(part, axis1=-2, axis2=-1) for part in (mine, centred_gram(others))]
-        by_chance = traces[0] * traces[1] / (size - 1)
-        return jnp.mean(jnp.concatenate([in_common, by_chance]), 1)
+        grams = jax.vmap(grams_of, out_axes=1)(batches)
+        projections = identity - ridge * positive_inverse(grams + ridge * identity)
+        of_features = projections[:1]
+        of_targets = projections[1:]
+        transposed = of_targets.swapaxes(-1, -2)
+        traces = jnp.sum(of_features * transposed, (-1, -2))
 
-    return InformationPlane(*jnp.mean(lax.map(one_pass, keys), 0))
+        # The mean of the traces over all permutations of samples.
+        trace_of_features = jnp.trace(of_features, axis1=-2, axis2=-1)
+        trace_of_targets = jnp.trace(centred_gram(of_targets), axis1=-2, axis2=-1)
+        null_traces = trace_of_features * trace_of_targets / (size - 1)
+        return jnp.mean(jnp.concatenate([traces, null_traces]), 1)
+
+    means = jnp.mean(lax.map(one_pass, keys), 0)
+    return InformationPlane(*means)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.scipy.special import digamma
 from jaxtyping import Array, Bool, Float
 from scipy.special import gammaln
@@ -53,23 +54,21 @@ class Estimate(Result):
     `reliable` is False in these cases:
 
     - More than 1 % of the samples coincide with neighbours, or coordinates are linear functions of
-    others.
+      others.
     - There are fewer than 2^d samples, with the d dimensions of both sides together (8^d for
-    Kraskov's estimator), or
-      fewer than 8 k, too few to compare halves.
+      Kraskov's estimator), or fewer than 8 k, too few to compare halves.
     - The halves differ from the whole by more than three errors, or, if an information is above
-    log(n) / 2, fall short
-      of it by more than two.
+      log(n) / 2, fall short of it by more than two.
     - An information is more than three errors below zero.
     - The nonlinear part of an information is above 2/3 log n, or Kraskov's estimate above 2/3 (log
-    n - psi(k)).
+      n - psi(k)).
     - An information about labels is more than three errors above its value for perfectly separated
-    classes.
+      classes.
     - A tenth of the samples belong to classes of fewer than 2 (k + 1).
     - Kraskov's I(X; Z) is more than three errors from the estimate by entropies, or that is not
-    reliable.
+      reliable.
     - Kraskov's estimator is used with labels, and classes have, on average over samples, fewer than
-    2^d samples.
+      2^d samples.
 
     Attributes:
         value: The estimate; NaN if it is not `reliable`.
@@ -87,7 +86,7 @@ class Estimate(Result):
 
 @validated
 def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " k"]:
-    """Return the shortest weights over neighbours that sum to 1 and cancel leading terms of the bias.
+    """Return the shortest weights that sum to 1 and cancel leading terms of the bias.
 
     The terms are n^(-2 l / d), l = 1 ... floor(d / 4), with conditions sum_j w_j Gamma(j + 2 l / d)
     / Gamma(j) = 0. Below 4 dimensions weights are equal.
@@ -103,19 +102,20 @@ def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " 
     check_count("dimension", dimension, minimum=1)
     terms = np.arange(dimension // 4 + 1)
     if len(terms) > num_neighbours:
-        fail(
-            "num_neighbours", f"be at least {len(terms)} in {dimension} dimensions", num_neighbours
-        )
+        requirement = f"be at least {len(terms)} in {dimension} dimensions"
+        fail("num_neighbours", requirement, num_neighbours)
     order = np.arange(1, num_neighbours + 1)
-    return np.linalg.pinv(
-        np.exp(gammaln(order[None] + 2 * terms[:, None] / dimension) - gammaln(order)[None])
-    )[:, 0]
+    shifted_order = order[None] + 2 * terms[:, None] / dimension
+    ratios = np.exp(gammaln(shifted_order) - gammaln(order)[None])
+    return np.linalg.pinv(ratios)[:, 0]
 
 
 @validated
 @partial(jax.jit, static_argnames=("num_neighbours", "block"))
 def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Estimate:
-    """Return the differential entropy in nats by the weighted Kozachenko-Leonenko estimator, in whitened coordinates.
+    """Return the differential entropy in nats by the weighted Kozachenko-Leonenko estimator.
+
+    Neighbours are found in whitened coordinates.
 
     H = (1 / n) sum_i sum_j w_j log(r_ij^d V_d (n - 1) / exp(psi(j))), with the distance r_ij of
     sample i to its j-th neighbour among n in d dimensions, the volume V_d of the unit ball, and
@@ -128,17 +128,17 @@ def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Est
 
     Example:
         >>> points = jax.random.normal(jax.random.key(0), (2000, 1))
-        >>> found = entropy(points)  # exactly: log(2 pi e) / 2 = 1.419
-        >>> bool(jnp.abs(found.value - 1.419) < 3 * found.error)
+        >>> estimate = entropy(points)  # exactly: log(2 pi e) / 2 = 1.419
+        >>> bool(jnp.abs(estimate.value - 1.419) < 3 * estimate.error)
         True
     """
-    check_neighbours(num_neighbours, len(points))
-    white, logs = whitened(points[permutation(len(points))])
-    groups, terms = (
-        num_parts(len(white), num_neighbours),
-        _entropy_terms(white, num_neighbours, block) + logs,
-    )
-    return _estimate(terms, groups, enough=groups > 1 and len(white) >= 2 ** white.shape[1])
+    number = len(points)
+    check_neighbours(num_neighbours, number)
+    white, log_volume = whitened(points[permutation(number)])
+    groups = num_parts(number, num_neighbours)
+    terms = _entropy_terms(white, num_neighbours, block) + log_volume
+    is_enough = groups > 1 and number >= 2 ** white.shape[1]
+    return _estimate(terms, groups, enough=is_enough)
 
 
 @validated
@@ -182,12 +182,10 @@ def information(
         warn_in_time(["x", "z"], [x, z])
         return _information(to_device(x), to_device(z), estimator, num_neighbours, block)
     choices = one_per_group(group_numbers(groups, len(x)), _CHOICES)
-    if num_neighbours >= choices.shape[1]:
-        fail(
-            "groups",
-            f"label more groups than `num_neighbours` ({num_neighbours})",
-            f"{choices.shape[1]} groups",
-        )
+    num_groups = choices.shape[1]
+    if num_neighbours >= num_groups:
+        requirement = f"label more groups than `num_neighbours` ({num_neighbours})"
+        fail("groups", requirement, f"{num_groups} groups")
     return _mean_information(
         to_device(x), to_device(z), to_device(choices), estimator, num_neighbours, block
     )
@@ -198,61 +196,86 @@ def _mean_information(
     x: Array, z: Array, choices: Array, estimator: str, count: int, block: int
 ) -> Estimate:
     """Return the mean over choices [choices, groups] of samples."""
-    found = jax.lax.map(
-        lambda rows: _information(x[rows], z[rows], estimator, count, block), choices
-    )
-    kept = found.reliable
-    mean = [jnp.mean(part, where=kept) for part in (found.value, found.error)]
-    return _where(jnp.mean(kept) > 0.5, *mean)
+
+    def of_choice(rows):
+        return _information(x[rows], z[rows], estimator, count, block)
+
+    estimates = lax.map(of_choice, choices)
+    reliable = estimates.reliable
+    value = jnp.mean(estimates.value, where=reliable)
+    error = jnp.mean(estimates.error, where=reliable)
+    return _where(jnp.mean(reliable) > 0.5, value, error)
 
 
 @partial(jax.jit, static_argnames=("estimator", "count", "block"))
 def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> Estimate:
-    number, width = x.shape[0], x.shape[1] + z.shape[1]
-    both = jnp.concatenate([x, z.astype(x.dtype)], 1)[permutation(number)]
-    ways = jax.vmap(partial(_coordinates, split=x.shape[1]))(
-        jnp.stack([normal_scores(both), drawn_in(both)])
-    )
+    number, split = x.shape
+    joint = jnp.concatenate([x, z.astype(x.dtype)], 1)
+    joint = joint[permutation(number)]
+    dimension = joint.shape[1]
+    transformed = jnp.stack([normal_scores(joint), drawn_in(joint)])
+    coordinates = jax.vmap(partial(_coordinates, split=split))(transformed)
+
     # Normal scores make a strong linear relation of several coordinates slightly nonlinear.
-    straighter = (ways[3][1] < ways[3][0] - _BENT).astype(int)
-    x, z, joint, linear = (way[straighter] for way in ways)
-    # The log determinant is the information of the linear relation. Neighbours estimate the rest.
-    parts = [_entropy_terms(points, count, block) for points in (x, z, joint)]
-    # The log determinants of the two sides cancel between their entropies and the linear
+    linear = coordinates[3]
+    straighter = (linear[1] < linear[0] - _BENT).astype(int)
+    x, z, joint, linear = (array[straighter] for array in coordinates)
+
+    # The log determinant is the information of the linear relation. Neighbours estimate the
+    # remainder. The log determinants of the two sides cancel between their entropies and the linear
     # information.
-    terms = parts[0] + parts[1] - parts[2] - linear
-    groups, most = num_parts(number, count), 2 / 3 * math.log(number)
-    beyond = _estimate(
-        terms, groups, least=0.0, most=most - linear, enough=groups > 1 and number >= 2**width
-    )
+    entropy_x = _entropy_terms(x, count, block)
+    entropy_z = _entropy_terms(z, count, block)
+    terms = entropy_x + entropy_z - _entropy_terms(joint, count, block) - linear
+    groups = num_parts(number, count)
+    largest = 2 / 3 * math.log(number)
+    is_enough = groups > 1 and number >= 2**dimension
+    estimate = _estimate(terms, groups, low=0.0, high=largest - linear, enough=is_enough)
     if estimator == "entropies":
-        return beyond
+        return estimate
+
     # The estimate is largest if only the k neighbours are within reach of both margins.
-    most = most - 2 / 3 * digamma(jnp.asarray(count, x.dtype))
+    largest = largest - 2 / 3 * digamma(jnp.asarray(count, x.dtype))
     terms = _kraskov_terms(x, z, count, block)
-    direct = _estimate(terms, groups, least=0.0, most=most, enough=number >= 8**width)
-    agree = jnp.abs(direct.value - beyond.value) <= 3 * jnp.hypot(direct.error, beyond.error)
-    return _where(direct.reliable & beyond.reliable & agree, direct.value, direct.error)
+    kraskov = _estimate(terms, groups, low=0.0, high=largest, enough=number >= 8**dimension)
+    difference = jnp.abs(kraskov.value - estimate.value)
+    agree = difference <= 3 * jnp.hypot(kraskov.error, estimate.error)
+    reliable = kraskov.reliable & estimate.reliable & agree
+    return _where(reliable, kraskov.value, kraskov.error)
 
 
-def _coordinates(both: Array, split: int) -> tuple[Array, Array, Array, Array]:
+def _coordinates(joint: Array, split: int) -> tuple[Array, Array, Array, Array]:
     """Return each side whitened, both whitened together, and the log volume of the latter."""
-    x, z = (whitened(part)[0] for part in jnp.split(both, [split], 1))
-    return x, z, *whitened(jnp.concatenate([x, z], 1))
+    x, _ = whitened(joint[:, :split])
+    z, _ = whitened(joint[:, split:])
+    white, log_volume = whitened(jnp.concatenate([x, z], 1))
+    return x, z, white, log_volume
 
 
 def _kraskov_terms(x: Array, z: Array, count: int, block: int) -> Array:
     number, split = x.shape
+    dtype = x.dtype
 
-    def larger(a: Array, b: Array) -> Array:
-        return jnp.maximum(squared(a[:, :split], b[:, :split]), squared(a[:, split:], b[:, split:]))
+    def larger(a, b):
+        distance_x = squared(a[:, :split], b[:, :split])
+        distance_z = squared(a[:, split:], b[:, split:])
+        return jnp.maximum(distance_x, distance_z)
 
     groups = num_parts(number, count)
-    radius = smallest(jnp.concatenate([x, z], 1), None, count, block, larger, groups)[:, :, -1]
-    counts = [closer(points, radius, block, groups) for points in (x, z)]
-    terms = digamma(jnp.asarray(count, x.dtype)) + digamma(part_sizes(number, groups, x.dtype))
-    terms = terms - sum(digamma(near.astype(x.dtype) + 1) for near in counts)
-    return jnp.where(jnp.mean(radius[0] > 0) > 1 - _TIES, terms, jnp.inf)
+    joint = jnp.concatenate([x, z], 1)
+    radius = smallest(joint, None, count, block, larger, groups)[:, :, -1]
+    closer_x = closer(x, radius, block, groups).astype(dtype)
+    closer_z = closer(z, radius, block, groups).astype(dtype)
+    sizes = part_sizes(number, groups, dtype)
+    terms = digamma(jnp.asarray(count, dtype)) + digamma(sizes)
+    terms = terms - (digamma(closer_x + 1) + digamma(closer_z + 1))
+    return _infinite_if_tied(terms, radius)
+
+
+def _infinite_if_tied(terms: Array, radius: Array) -> Array:
+    """Return the terms, or infinity if too many samples coincide with their neighbours."""
+    is_apart = jnp.mean(radius[0] > 0) > 1 - _TIES
+    return jnp.where(is_apart, terms, jnp.inf)
 
 
 @validated
@@ -296,8 +319,9 @@ def label_information(
         sizes = np.bincount(np.asarray(labels))
         small = np.flatnonzero((sizes > 0) & (sizes <= num_neighbours))
         if len(small):
-            wanted = f"have more than {num_neighbours} samples of every class"
-            fail("labels", wanted, f"{sizes[small[0]]} of class {small[0]}")
+            label = small[0]
+            requirement = f"have more than {num_neighbours} samples of every class"
+            fail("labels", requirement, f"{sizes[label]} of class {label}")
     return _label_information(
         to_device(z), to_device(labels), num_classes, estimator, num_neighbours, block
     )
@@ -307,97 +331,136 @@ def label_information(
 def _label_information(
     z: Array, labels: Array, classes: int, estimator: str, count: int, block: int
 ) -> Estimate:
-    # Every other sample in the order of classes, so that both halves hold every class.
-    number, order = z.shape[0], jnp.asarray(permutation(z.shape[0]))
+    # Every second sample in the order of classes, so that both halves hold every class.
+    number = len(z)
+    order = jnp.asarray(permutation(number))
     order = order[jnp.argsort(labels[order], stable=True)]
-    z, labels = drawn_in(z)[order], labels[order]
-    members = jax.nn.one_hot(labels, classes, dtype=z.dtype)
-    means = product(members.T, z) / jnp.maximum(jnp.sum(members, 0), 1)[:, None]
-    z, _ = whitened(z, z - product(members, means))
-    half = jax.nn.one_hot(np.arange(number) % 2, 2, dtype=z.dtype)
-    halves = product(half.T, members)
-    own = jnp.stack([jnp.sum(halves, 0)[labels], jnp.sum(half * halves[:, labels].T, 1)])
-    total = part_sizes(number, 2, z.dtype)
+    labels = labels[order]
+    z = drawn_in(z)[order]
+    dtype = z.dtype
+    membership = jax.nn.one_hot(labels, classes, dtype=dtype)
+    counts = jnp.maximum(jnp.sum(membership, 0), 1)
+    means = product(membership.T, z) / counts[:, None]
+    z, _ = whitened(z, z - product(membership, means))
+    dimension = z.shape[1]
+
+    half = jax.nn.one_hot(np.arange(number) % 2, 2, dtype=dtype)
+    halves = product(half.T, membership)
+    class_size = jnp.sum(halves, 0)[labels]
+    class_size_in_half = jnp.sum(half * halves[:, labels].T, 1)
+    class_sizes = jnp.stack([class_size, class_size_in_half])
+    sizes = part_sizes(number, 2, dtype)
+
     squares = smallest(z, labels, count, block, squared, 2)
     # A term with equal weights is largest if the neighbours in the class are the neighbours in all
     # samples.
     if estimator == "entropies":
-        everything = smallest(z, None, count, block, squared, 2)
-        terms = _level_terms(everything, z.shape[1], total) - _level_terms(squares, z.shape[1], own)
-        most = jnp.log((total[0] - 1) / (own[0] - 1))
+        squares_in_all = smallest(z, None, count, block, squared, 2)
+        terms = _level_terms(squares_in_all, dimension, sizes)
+        terms = terms - _level_terms(squares, dimension, class_sizes)
+        largest_terms = jnp.log((sizes[0] - 1) / (class_size - 1))
+        is_enough = 2**dimension <= number
     else:
         radius = squares[:, :, -1]
-        near = (
-            closer(z, radius, block, 2).astype(z.dtype) + 1
-        )  # the class's k-th, on the rim, counts
-        terms = digamma(total) - digamma(own)
-        most = terms[0]
-        terms = terms + digamma(jnp.asarray(count, z.dtype)) - digamma(near)
-        terms = jnp.where(jnp.mean(radius[0] > 0) > 1 - _TIES, terms, jnp.inf)
-    terms = jnp.where(jnp.all((labels >= 0) & (labels < classes)), terms, jnp.nan)
-    enough = 2 ** z.shape[1] <= (number if estimator == "entropies" else jnp.mean(own[0]))
-    whole = _estimate(terms[:1], least=0.0, enough=enough)
-    held = jnp.log(total / own)
+        # The class's k-th neighbour, on the rim, counts.
+        num_closer = closer(z, radius, block, 2).astype(dtype) + 1
+        terms = digamma(sizes) - digamma(class_sizes)
+        largest_terms = terms[0]
+        terms = terms + digamma(jnp.asarray(count, dtype)) - digamma(num_closer)
+        terms = _infinite_if_tied(terms, radius)
+        is_enough = 2**dimension <= jnp.mean(class_size)
+    are_classes = jnp.all((labels >= 0) & (labels < classes))
+    terms = jnp.where(are_classes, terms, jnp.nan)
+
+    estimate = _estimate(terms[:1], low=0.0, enough=is_enough)
+    separated_terms = jnp.log(sizes / class_sizes)
+    separated = jnp.mean(separated_terms[0])
     # If all terms are equal their deviation is zero, although one more sample could change the
     # estimate.
-    error = jnp.maximum(whole.error, jnp.mean(held[0]) / number)
-    known = own[1] > count  # a half of the class has neighbours enough
-    values = jnp.minimum(*(jnp.mean(level, 1, where=known) for level in (terms, held)))
-    same = (jnp.mean(known) > 1 - _SMALL) & (jnp.abs(values[0] - values[1]) <= 3 * error)
-    found = _where(whole.reliable & same, whole.value, error)
-    reliable = found.reliable & (found.value <= jnp.mean(most) + 3 * found.error + 1e-3)
-    return _where(reliable, jnp.minimum(found.value, jnp.mean(held[0])), found.error)
+    error = jnp.maximum(estimate.error, separated / number)
+
+    # Compare the halves, on classes with enough neighbours in a half.
+    is_large = class_size_in_half > count
+    values = jnp.mean(terms, 1, where=is_large)
+    values = jnp.minimum(values, jnp.mean(separated_terms, 1, where=is_large))
+    halves_agree = jnp.abs(values[0] - values[1]) <= 3 * error
+    reliable = (jnp.mean(is_large) > 1 - _SMALL) & halves_agree
+    estimate = _where(estimate.reliable & reliable, estimate.value, error)
+
+    bound = jnp.mean(largest_terms) + 3 * estimate.error + 1e-3
+    reliable = estimate.reliable & (estimate.value <= bound)
+    value = jnp.minimum(estimate.value, separated)
+    return _where(reliable, value, estimate.error)
 
 
 def _where(reliable: Array, value: Array, error: Array) -> Estimate:
-    kept = jnp.where(reliable, 1.0, jnp.nan)  # a factor, so that derivatives are NaN too
-    return Estimate(kept * value, kept * error, reliable)
+    factor = jnp.where(reliable, 1.0, jnp.nan)  # so that derivatives are NaN too
+    return Estimate(factor * value, factor * error, reliable)
 
 
 def _entropy_terms(points: Array, count: int, block: int) -> Array:
-    """Return the samples' terms of the entropy of all samples, halves and parts: [levels, n]."""
-    number = points.shape[0]
+    """Return the samples' terms of the entropy of all samples, halves and groups: [levels, n]."""
+    number, dimension = points.shape
     groups = num_parts(number, count)
     squares = smallest(points, None, count, block, squared, groups)
-    return _level_terms(squares, points.shape[1], part_sizes(number, groups, points.dtype))
+    sizes = part_sizes(number, groups, points.dtype)
+    return _level_terms(squares, dimension, sizes)
 
 
-def _level_terms(squares: Array, width: int, sizes: Array) -> Array:
-    """Return each sample's terms of the entropies, [levels, n]; -inf for coincident samples, if many coincide."""
+def _level_terms(squares: Array, dimension: int, sizes: Array) -> Array:
+    """Return each sample's terms of the entropies, [levels, n].
+
+    Terms of coincident samples are minus infinity if many samples coincide.
+    """
     count = squares.shape[2]
-    weights = jnp.asarray(entropy_weights(count, width), squares.dtype)
-    volume = 0.5 * width * math.log(math.pi) - math.lgamma(0.5 * width + 1)
+    weights = jnp.asarray(entropy_weights(count, dimension), squares.dtype)
+    log_volume = 0.5 * dimension * math.log(math.pi) - math.lgamma(0.5 * dimension + 1)
     ranks = jnp.arange(1, count + 1, dtype=squares.dtype)
+
     # A few coincident samples are due to rounding and get the smallest distance that occurs.
-    apart = squares != 0  # not `> 0`, which would hide NaN
-    least = jnp.min(jnp.where(apart, squares, jnp.inf), (1, 2), keepdims=True)
-    tied = jnp.mean(~apart[:, :, :1], (1, 2), keepdims=True) > _TIES
-    squares = jnp.where(apart, squares, jnp.where(tied, 0.0, least))
-    logs = 0.5 * width * jnp.log(squares) + volume - digamma(ranks)[None, None]
-    return jnp.sum(weights[None, None] * logs, 2) + jnp.log(sizes - 1)
+    is_apart = squares != 0  # not `> 0`, which would hide NaN
+    positive_squares = jnp.where(is_apart, squares, jnp.inf)
+    shortest = jnp.min(positive_squares, (1, 2), keepdims=True)
+    tied_fraction = jnp.mean(~is_apart[:, :, :1], (1, 2), keepdims=True)
+    replacement = jnp.where(tied_fraction > _TIES, 0.0, shortest)
+    squares = jnp.where(is_apart, squares, replacement)
+
+    logs = 0.5 * dimension * jnp.log(squares) + log_volume - digamma(ranks)[None, None]
+    weighted = jnp.sum(weights[None, None] * logs, 2)
+    return weighted + jnp.log(sizes - 1)
 
 
 def _estimate(
     terms: Array,
     groups: int = 1,
     *,
-    least: float = -math.inf,
-    most: float | Array = math.inf,
+    low: float = -math.inf,
+    high: float | Array = math.inf,
     enough: bool | Array,
 ) -> Estimate:
-    """Return the estimate from terms [levels, n], reliable below `most` and above `least` less three errors."""
+    """Return the estimate from terms [levels, n].
+
+    It is reliable below `high` and above `low` less three errors.
+    """
     number = terms.shape[1]
-    value, error = jnp.mean(terms[0]), jnp.std(terms[0]) / number**0.5
-    reliable = jnp.isfinite(value) & (value < most) & enough
+    value = jnp.mean(terms[0])
+    error = jnp.std(terms[0]) / number**0.5
+    reliable = jnp.isfinite(value) & (value < high) & enough
     if groups > 1:
-        # Terms of neighbouring samples depend on each other, so parts may vary more than the terms
+        # Terms of neighbouring samples depend on each other, so groups may vary more than the terms
         # suggest.
         group = np.arange(number) % groups
-        parts = jnp.zeros(groups, terms.dtype).at[group].add(terms[-1]) / np.bincount(group)
-        error = jnp.maximum(error, jnp.std(parts, ddof=1) / groups**0.5)
-        growth = value - jnp.mean(terms[1])
+        totals = jnp.zeros(groups, terms.dtype)
+        totals = totals.at[group].add(terms[-1])
+        means = totals / np.bincount(group)
+        error = jnp.maximum(error, jnp.std(means, ddof=1) / groups**0.5)
+
         # Twice the samples add log 2 to the infinite information of a relation without noise,
         # hardly three errors.
-        large = (growth > 0) & (value > 0.5 * math.log(number)) & math.isfinite(least)
-        reliable = reliable & (jnp.abs(growth) <= jnp.where(large, 2, 3) * error)
-    return _where(reliable & (value >= least - 3 * error), value, error)
+        growth = value - jnp.mean(terms[1])
+        is_large = value > 0.5 * math.log(number)
+        is_large = (growth > 0) & is_large & math.isfinite(low)
+        num_errors = jnp.where(is_large, 2, 3)
+        reliable = reliable & (jnp.abs(growth) <= num_errors * error)
+    reliable = reliable & (value >= low - 3 * error)
+    return _where(reliable, value, error)

@@ -34,10 +34,11 @@ from dissociation.measures._softmax_solver import (
     fold_of_samples,
     largest_eigenvalue,
     minimise,
+    with_ones,
 )
 
 FOLDS = ("stratified", "contiguous")
-"""Folds with classes evenly distributed, or contiguous blocks of rows as in scikit-learn's `KFold`."""
+"""Folds with evenly distributed classes, or contiguous rows as in scikit-learn's `KFold`."""
 
 
 @validated
@@ -100,20 +101,20 @@ def linear_probe(
     Array([0, 1, 2, 0, 1, 2], dtype=int32)
     """
     fit, ids = _converged(x, y, num_splits, ridge, folds, groups, key, num_samples, tol, max_steps)
-    if not is_traced(fit.converged) and not np.all(fit.converged):
-        number, gap = int(np.sum(~np.asarray(fit.converged))), float(jnp.max(fit.gap))
-        advice = (
-            "Raise `ridge`, `tol` or `max_steps`"
-            if np.isfinite(gap)
-            else "Is `x` finite, and not too large?"
-        )
+    converged = fit.converged
+    if not is_traced(converged) and not np.all(converged):
+        number = int(np.sum(~np.asarray(converged)))
+        gap = float(jnp.max(fit.gap))
+        advice = "Is `x` finite, and not too large?"
+        if np.isfinite(gap):
+            advice = "Raise `ridge`, `tol` or `max_steps`"
         warn(
-            f"{number} of {fit.converged.size} folds did not converge in {int(fit.iterations)} "
-            "steps (gap up to "
-            f"{gap:.1e}): their probabilities are NaN. {advice}"
+            f"{number} of {converged.size} folds did not converge in {int(fit.iterations)} "
+            f"steps (gap up to {gap:.1e}): their probabilities are NaN. {advice}"
         )
     # Samples in no fold are beyond the last one, and keep their zeros.
-    return jnp.where(jnp.append(fit.converged, True)[ids][:, None], fit.probabilities, jnp.nan)
+    is_defined = jnp.append(converged, True)[ids]
+    return jnp.where(is_defined[:, None], fit.probabilities, jnp.nan)
 
 
 @validated
@@ -141,7 +142,8 @@ def linear_probe_fit(
     References:
         Nocedal and Wright (2006), Numerical Optimization, algorithm 7.4.
     """
-    return _converged(x, y, num_splits, ridge, folds, groups, key, num_samples, tol, max_steps)[0]
+    fit, _ = _converged(x, y, num_splits, ridge, folds, groups, key, num_samples, tol, max_steps)
+    return fit
 
 
 def _converged(
@@ -152,22 +154,13 @@ def _converged(
     # Without a penalty the minimum for separable data is at infinity.
     check_positive("ridge", ridge)
     if tol is None:
-        tol = 1e-5 if jnp.finfo(x.dtype).bits <= 32 else 1e-9
+        is_single = jnp.finfo(x.dtype).bits <= 32
+        tol = 1e-5 if is_single else 1e-9
     check_positive("tol", tol)
     check_count("max_steps", max_steps, minimum=1)
-    scalars = jnp.asarray(ridge, x.dtype), jnp.asarray(tol, x.dtype)
-    return _in_turn(
-        minimise,
-        x,
-        y,
-        groups,
-        count,
-        key,
-        *scalars,
-        num_splits=num_splits,
-        folds=folds,
-        limit=max_steps,
-    )
+    scalars = (jnp.asarray(ridge, x.dtype), jnp.asarray(tol, x.dtype))
+    options = {"num_splits": num_splits, "folds": folds, "limit": max_steps}
+    return _solved(minimise, x, y, groups, count, key, *scalars, **options)
 
 
 @validated
@@ -183,7 +176,7 @@ def gradient_probe(
     key: PRNGKey | None = None,
     num_samples: Count | None = None,
 ) -> Float[Array, "n classes"]:
-    """Return held-out class probabilities of a softmax probe after a fixed number of gradient steps.
+    """Return held-out class probabilities of a softmax probe after a number of gradient steps.
 
     Weights start at zero and follow the gradient of the *mean* training loss on raw features,
     without a penalty. Steps below 2 / L are stable, L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i
@@ -210,35 +203,38 @@ def gradient_probe(
     x, y, groups, count = _prepare(x, y, groups, num_splits, num_samples, folds)
     _check_descent(x, count, num_steps, step_size)
     # For a size of 0 `descend_fixed` takes 1 / L of each fold.
-    scalars = (
-        jnp.asarray(num_steps, jnp.int32),
-        jnp.asarray(0.0 if step_size is None else step_size, x.dtype),
-    )
-    return _in_turn(
-        descend_fixed, x, y, groups, count, key, *scalars, num_splits=num_splits, folds=folds
-    )[0]
+    if step_size is None:
+        step_size = 0.0
+    scalars = (jnp.asarray(num_steps, jnp.int32), jnp.asarray(step_size, x.dtype))
+    options = {"num_splits": num_splits, "folds": folds}
+    probabilities, _ = _solved(descend_fixed, x, y, groups, count, key, *scalars, **options)
+    return probabilities
 
 
 @jax.jit
 def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
-    """Return the step 1 / L of `gradient_probe` for all of `x`. Steps below twice this are stable."""
-    return (
-        2.0
-        * x.shape[0]
-        / largest_eigenvalue(jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1))
-    )
+    """Return the step 1 / L of `gradient_probe` for all of `x`.
+
+    Steps below twice this step are stable.
+    """
+    return 2.0 * len(x) / largest_eigenvalue(with_ones(x))
 
 
 def _check_descent(x: Array, count: Count, num_steps: Count, step_size: Scalar | None) -> None:
-    """Raise if a known number or size of steps is wrong; warn if the size is unstable on the first `count` samples."""
+    """Raise if a number or size of steps is wrong.
+
+    Warn if the size is unstable on the first `count` samples. Traced numbers are not checked.
+    """
     check_non_negative("num_steps", num_steps)
-    if step_size is not None:
-        check_positive("step_size", step_size)
-    if step_size is None or any(map(is_traced, (x, count, step_size))):
+    if step_size is None:
+        return
+    check_positive("step_size", step_size)
+    if any(map(is_traced, (x, count, step_size))):
         return
     limit = 2 * float(stable_step_size(x[: int(count)]))
-    if float(step_size) > limit:
-        step = f"`step_size` ({float(step_size):.3g}) is above the stable {limit:.3g}"
+    size = float(step_size)
+    if size > limit:
+        step = f"`step_size` ({size:.3g}) is above the stable {limit:.3g}"
         warn(f"{step}: the loss may rise, and the probe says little about `x`.")
 
 
@@ -251,7 +247,7 @@ def _prepare(
     folds: str,
 ) -> tuple[Array, Array, Array | None, Array]:
     """Return the checked arrays, the group of each sample, and the number of samples in use."""
-    size = x.shape[0]
+    size = len(x)
     groups = _read_groups(groups, x, y)
     x = to_device(x)
     if y.shape[1] < 2:
@@ -263,43 +259,45 @@ def _prepare(
     if num_samples is None:
         num_samples = size
     elif not is_traced(num_samples) and not num_splits <= int(num_samples) <= size:
-        fail(
-            "num_samples",
-            f"lie between `num_splits` ({num_splits}) and the length of `x` ({size})",
-            num_samples,
-        )
+        bounds = f"lie between `num_splits` ({num_splits}) and the length of `x` ({size})"
+        fail("num_samples", bounds, num_samples)
     if groups is not None and not any(map(is_traced, (groups, num_samples))):
         _check_groups(groups, int(np.asarray(num_samples)), num_splits)
-    features = no_derivative(x, "A cross-validated probe, as a function of its features,")
-    return features, to_device(y, x.dtype), groups, jnp.asarray(num_samples, jnp.int32)
+    x = no_derivative(x, "A cross-validated probe, as a function of its features,")
+    return x, to_device(y, x.dtype), groups, jnp.asarray(num_samples, jnp.int32)
 
 
 def _read_groups(groups: Any, x: Any, y: Any) -> Array | None:
-    """Return the number of each sample's group, or None with a warning of samples that repeat others."""
+    """Return the number of each sample's group.
+
+    Without groups, warn of samples that repeat others, and return None.
+    """
     if groups is None:
         warn_repeated([x, y], "copies of a held-out sample are fitted")
         return None
-    return groups if is_traced(groups) else to_device(group_numbers(groups, x.shape[0]), jnp.int32)
+    if is_traced(groups):
+        return groups
+    return to_device(group_numbers(groups, len(x)), jnp.int32)
 
 
 def _check_groups(groups: Array, count: int, num_splits: int) -> None:
     """Raise unless the first `count` samples are in a group per fold at least."""
-    if (number := len(np.unique(np.asarray(groups)[:count]))) < num_splits:
-        wanted = f"label at least `num_splits` ({num_splits}) groups"
-        fail("groups", wanted, f"{number} in the {count} samples in use")
+    number = len(np.unique(np.asarray(groups)[:count]))
+    if number < num_splits:
+        requirement = f"label at least `num_splits` ({num_splits}) groups"
+        fail("groups", requirement, f"{number} in the {count} samples in use")
 
 
 # Jitted here because single operations at a new length would compile dozens of programs.
 @partial(jax.jit, static_argnames=("solver", "num_splits", "folds", "limit"))
-def _in_turn(
+def _solved(
     solver, x, y, groups, count, key, *scalars, num_splits: int, folds: str, **options
 ) -> tuple[Any, Array]:
-    """Return what the solver returns, and the fold of every sample."""
+    """Return the solver's output, and the fold of every sample."""
     ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds, groups)
     # Mapped members are solved sequentially, each with its number of iterations.
-    return sequential_vmap(partial(solver, num_splits=num_splits, **options))(
-        x, y, ids, *scalars
-    ), ids
+    solve = sequential_vmap(partial(solver, num_splits=num_splits, **options))
+    return solve(x, y, ids, *scalars), ids
 
 
 @validated
@@ -347,55 +345,54 @@ def transfer_errors(
     check_choice("probe", probe, ("converged", "gradient"))
     check_count("num_buckets", num_buckets, minimum=1)
     numbers = _read_groups(groups, features, labels)
-    x, y, size = to_device(features), to_device(labels), features.shape[0]
+    x = to_device(features)
+    y = to_device(labels)
+    size = len(features)
     if probe == "converged":
         check_positive("ridge", ridge)
-        solver, options = linear_probe, {"ridge": ridge}
+        solver = linear_probe
+        options = {"ridge": ridge}
+        advice = "Raise `ridge`."
     else:
         _check_descent(x, size, num_steps, step_size)
-        solver, options = gradient_probe, {"num_steps": num_steps, "step_size": step_size}
+        solver = gradient_probe
+        options = {"num_steps": num_steps, "step_size": step_size}
+        advice = "Lower `step_size`."
     # As arrays, because a program is compiled for each Python number.
-    predict = eqx.Partial(
-        solver, num_splits=num_splits, folds=folds, **jax.tree.map(jnp.asarray, options)
-    )
-    counts = [_budget(fraction, size, num_splits) for fraction in fractions]
-    if not counts:
+    options = jax.tree.map(jnp.asarray, options)
+    predict = eqx.Partial(solver, num_splits=num_splits, folds=folds, **options)
+
+    budgets = [_budget(fraction, size, num_splits) for fraction in fractions]
+    if not budgets:
         fail("fractions", "name at least one budget", fractions)
+    smallest = min(budgets)
     if key is not None:
         x, y, numbers = _shuffled(key, x, y, numbers)
     elif not is_traced(labels):
-        known = np.asarray(labels)
-        missing = np.flatnonzero(np.any(known, 0) & ~np.any(known[: min(counts)], 0))
-        if len(missing):
-            wanted = (
-                f"hold every class in the first {min(counts)} rows, which are the smallest budget"
-            )
-            fail(
-                "labels",
-                wanted,
-                f"none of class {missing[0]}",
-                "Pass a `key`, which draws budgets from all rows",
-            )
-
+        _check_classes(np.asarray(labels), smallest)
     if numbers is not None and not is_traced(numbers):
-        _check_groups(numbers, min(counts), num_splits)
-    order = sorted(range(len(counts)), key=counts.__getitem__)
+        _check_groups(numbers, smallest, num_splits)
+
+    def bucket_of(index):
+        return ceil(budgets[index] * num_buckets / size)
+
+    order = sorted(range(len(budgets)), key=budgets.__getitem__)
     errors = []
-    for _, group in groupby(order, key=lambda i: ceil(counts[i] * num_buckets / size)):
-        members = [counts[i] for i in group]
-        # The solver runs on the rows of the group's largest budget, and masks those beyond each
+    for _, bucket in groupby(order, key=bucket_of):
+        counts = [budgets[i] for i in bucket]
+        # The solver runs on the rows of the bucket's largest budget, and masks those beyond each
         # smaller one.
-        errors.append(
-            _errors(predict, x, y, numbers, members[-1], to_device(np.array(members), jnp.int32))
-        )
+        counts_on_device = to_device(np.array(counts), jnp.int32)
+        errors.append(_errors(predict, x, y, numbers, counts[-1], counts_on_device))
     ordered = jnp.concatenate(errors)[np.argsort(order)]
-    if not is_traced(ordered) and np.any(np.isnan(ordered)):
-        number = int(np.sum(np.isnan(ordered)))
-        advice = "Raise `ridge`." if probe == "converged" else "Lower `step_size`."
-        warn(
-            f"a probe did not converge in {number} of {len(counts)} budgets: their errors are "
-            f"NaN. {advice}"
-        )
+
+    if not is_traced(ordered):
+        num_undefined = int(np.sum(np.isnan(ordered)))
+        if num_undefined:
+            warn(
+                f"a probe did not converge in {num_undefined} of {len(budgets)} budgets: their "
+                f"errors are NaN. {advice}"
+            )
     return ordered
 
 
@@ -410,20 +407,38 @@ def _budget(fraction: float, size: int, num_splits: int) -> int:
     return count
 
 
+def _check_classes(labels: np.ndarray, count: int) -> None:
+    """Raise unless the first `count` rows have every class of the labels."""
+    is_class = np.any(labels, 0)
+    is_early = np.any(labels[:count], 0)
+    missing = np.flatnonzero(is_class & ~is_early)
+    if len(missing):
+        fail(
+            "labels",
+            f"hold every class in the first {count} rows, which are the smallest budget",
+            f"none of class {missing[0]}",
+            "Pass a `key`, which draws budgets from all rows",
+        )
+
+
 @jax.jit
 def _shuffled(
     key: PRNGKey, features: Array, labels: Array, groups: Array | None
 ) -> tuple[Array, Array, Array | None]:
-    """Return samples in another order; groups stay together, and are numbered by the place of their first sample."""
-    order = jax.random.permutation(key, len(features))
+    """Return samples in another order.
+
+    Groups stay together, and are numbered by the position of their first sample.
+    """
+    number = len(features)
+    order = jax.random.permutation(key, number)
     if groups is None:
         return features[order], labels[order], None
-    order = jnp.argsort(jnp.argsort(order)[groups], stable=True)  # by a random place of each group
-    numbers = groups[order]
-    place = jax.ops.segment_min(
-        jnp.arange(len(order), dtype=numbers.dtype), numbers, num_segments=len(order)
-    )
-    return features[order], labels[order], place[numbers]
+    random_rank = jnp.argsort(order)[groups]
+    order = jnp.argsort(random_rank, stable=True)
+    groups = groups[order]
+    index = jnp.arange(number, dtype=groups.dtype)
+    first = jax.ops.segment_min(index, groups, num_segments=number)
+    return features[order], labels[order], first[groups]
 
 
 @eqx.filter_jit
@@ -435,14 +450,20 @@ def _errors(
     largest: int,
     counts: Array,
 ) -> Array:
-    """Return the errors of a probe on the first `counts[i]` samples for every i, at most `largest`, sequentially."""
-    x, y = features[:largest], labels[:largest]
-    own = None if groups is None else groups[:largest]
+    """Return the errors of a probe on the first `counts[i]` samples for every i, sequentially.
 
-    def error(count: Array) -> Array:
-        chances = predict(x, y, groups=own, num_samples=count)
-        right = jnp.argmax(chances, -1) == jnp.argmax(y, -1)
-        wrong = 1.0 - jnp.sum(right & (jnp.arange(x.shape[0]) < count)) / count.astype(x.dtype)
-        return jnp.where(jnp.any(jnp.isnan(chances)), jnp.nan, wrong)
+    Counts are at most `largest`.
+    """
+    x = features[:largest]
+    y = labels[:largest]
+    if groups is not None:
+        groups = groups[:largest]
 
-    return lax.map(error, counts)
+    def error_of(count):
+        probabilities = predict(x, y, groups=groups, num_samples=count)
+        is_right = jnp.argmax(probabilities, -1) == jnp.argmax(y, -1)
+        is_used = jnp.arange(len(x)) < count
+        error = 1.0 - jnp.sum(is_right & is_used) / count.astype(x.dtype)
+        return jnp.where(jnp.any(jnp.isnan(probabilities)), jnp.nan, error)
+
+    return lax.map(error_of, counts)

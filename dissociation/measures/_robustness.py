@@ -37,9 +37,11 @@ def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -
         >>> error_rate(jnp.array([[2.0, 1.0], [0.0, 3.0]]), jnp.array([[1.0, 0.0], [1.0, 0.0]]))
         Array(0.5, dtype=float32)
     """
-    wrong = (logits.argmax(axis=1) != labels.argmax(axis=1)).mean(dtype=logits.dtype)
+    is_wrong = logits.argmax(axis=1) != labels.argmax(axis=1)
+    rate = is_wrong.mean(dtype=logits.dtype)
     # `argmax` of NaN is class 0, but a network that has diverged predicts no class.
-    return jnp.where(jnp.all(jnp.isfinite(logits.max(axis=1))), wrong, jnp.nan)
+    is_finite = jnp.isfinite(logits.max(axis=1))
+    return jnp.where(jnp.all(is_finite), rate, jnp.nan)
 
 
 @validated
@@ -73,12 +75,14 @@ def input_noise_error(
     """
     checks.check_non_negative("scales", scales)
     _check_outputs(model, images, labels)
-    images, moving = to_device(images), to_device(noise)
+    images = to_device(images)
+    directions = to_device(noise)
     with jax.default_matmul_precision("highest"):
-        still, tail = _apply_first_layer(model, images)
-        if still is not images:  # without the bias, which is in `still`
-            moving = _multiplied(model.layers[0].weight, moving)
-    return _over_scales(scales, scales_per_batch, still, moving, tail, None, to_device(labels))
+        inputs, tail = _apply_first_layer(model, images)
+        if inputs is not images:  # without the bias, which is in `inputs`
+            directions = _multiplied(model.layers[0].weight, directions)
+    labels = to_device(labels)
+    return _over_scales(scales, scales_per_batch, inputs, directions, tail, None, labels)
 
 
 @validated
@@ -91,9 +95,9 @@ def parameter_noise_error(
     noise: PyTree,
     scales_per_batch: int | None = 1,
 ) -> Float[Array, " scales"]:
-    """Return the error rate of the model with parameters p replaced by `p + scale * noise`, for every scale.
+    """Return the error rate of the model with parameters `p + scale * noise`, for every scale.
 
-    The result and warnings are those of `input_noise_error`.
+    The parameters of `model` are p. The result and warnings are those of `input_noise_error`.
 
     Args:
         model: Function from one image to logits [classes].
@@ -109,56 +113,59 @@ def parameter_noise_error(
     noise = with_draws(model, noise)
     images = to_device(images)
     with jax.default_matmul_precision("highest"):
-        still, tail = _apply_first_layer(model, images)
-        moving, tail_noise = (
-            (jnp.zeros(()), noise) if still is images else _apply_first_layer(noise, images)
-        )
-    return _over_scales(
-        scales, scales_per_batch, still, moving, tail, tail_noise, to_device(labels)
-    )
+        inputs, tail = _apply_first_layer(model, images)
+        if inputs is images:
+            directions = jnp.zeros(())
+            tail_noise = noise
+        else:
+            directions, tail_noise = _apply_first_layer(noise, images)
+    labels = to_device(labels)
+    return _over_scales(scales, scales_per_batch, inputs, directions, tail, tail_noise, labels)
 
 
 def _at_scale(
-    scale: Array, still: Array, moving: Array, tail: Any, tail_noise: Any, labels: Array
+    scale: Array, inputs: Array, directions: Array, tail: Any, tail_noise: Any, labels: Array
 ) -> Array:
-    """Return the error rate of a network moved along `tail_noise` on inputs moved along `moving`."""
+    """Return the error rate of `tail + scale * tail_noise` on `inputs + scale * directions`."""
     if tail_noise is not None:
-        noisy = jax.tree.map(
-            lambda parameter, draw: parameter + scale * draw, parameters_in(tail), tail_noise
-        )
+        parameters = parameters_in(tail)
+        noisy = jax.tree.map(lambda p, draw: p + scale * draw, parameters, tail_noise)
         tail = eqx.combine(noisy, tail)
-    return error_rate(jax.vmap(partial(called, tail))(still + scale * moving), labels)
+    outputs = jax.vmap(partial(called, tail))(inputs + scale * directions)
+    return error_rate(outputs, labels)
 
 
-def _over_scales(scales: Any, batch_size: int | None, *fixed: Any) -> Array:
+def _over_scales(scales: Any, batch_size: int | None, *constants: Any) -> Array:
     """Return the errors at every scale, and warn of undefined ones."""
-    mapped = bmap(_at_scale, in_axes=(0, *(None for _ in fixed)), batch_size=batch_size)
+    in_axes = (0,) + (None,) * len(constants)
+    mapped = bmap(_at_scale, in_axes=in_axes, batch_size=batch_size)
     with jax.default_matmul_precision("highest"):
-        errors = mapped(to_device(scales), *fixed)
-    if not checks.is_traced(errors) and (bad := np.isnan(errors)).any():
+        errors = mapped(to_device(scales), *constants)
+    if checks.is_traced(errors):
+        return errors
+    is_undefined = np.isnan(errors)
+    if is_undefined.any():
         checks.warn(
             "`model` gives outputs that are not finite, and so no error rate, at `scales` "
-            f"{scales[bad]}"
+            f"{scales[is_undefined]}"
         )
     return errors
 
 
 def _check_outputs(model: Any, images: Any, labels: Any) -> None:
     output = checks.check_model("model", function_of("model", model), images[0])
-    if output.ndim == 1 and output.shape[0] > labels.shape[1]:
-        classes = output.shape[0]
+    num_classes = labels.shape[1]
+    if output.ndim == 1 and output.shape[0] > num_classes:
+        num_outputs = output.shape[0]
+        requirement = f"have {num_outputs} classes, as `model` gives outputs"
         advice = (
-            f"If they are integers without the last class, pass jax.nn.one_hot(labels, {classes})"
+            "If they are integers without the last class, pass "
+            f"jax.nn.one_hot(labels, {num_outputs})"
         )
-        checks.fail(
-            "labels", f"have {classes} classes, as `model` gives outputs", labels.shape[1], advice
-        )
+        checks.fail("labels", requirement, num_classes, advice)
     if output.shape != labels.shape[1:]:
-        checks.fail(
-            "model",
-            f"give an output for each of the {labels.shape[1]} classes",
-            f"shape {output.shape}",
-        )
+        requirement = f"give an output for each of the {num_classes} classes"
+        checks.fail("model", requirement, f"shape {output.shape}")
 
 
 @jax.jit
@@ -172,10 +179,17 @@ def _applied(layer: eqx.nn.Linear, images: Array) -> Array:
 
 
 def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
-    """Return the first layer's preactivations and the remaining model, or if it is not linear, images and model."""
+    """Return the first layer's preactivations and the remaining model.
+
+    If the first layer is not linear, return the images and the model.
+    """
     # A subclass may do something else before its first layer.
-    layers = model.layers if type(model) is eqx.nn.MLP else ()
+    if type(model) is not eqx.nn.MLP:
+        return images, model
+    layers = model.layers
     if len(layers) < 2 or type(layers[0]) is not eqx.nn.Linear:
         return images, model
     # W (x + s n) = W x + s W n, so two applications of the first layer serve all scales.
-    return _applied(layers[0], images), eqx.tree_at(lambda m: m.layers[0], model, eqx.nn.Identity())
+    preactivations = _applied(layers[0], images)
+    tail = eqx.tree_at(lambda mlp: mlp.layers[0], model, eqx.nn.Identity())
+    return preactivations, tail

@@ -18,7 +18,10 @@ from dissociation.measures._neighbours import in_blocks
 Features = Float[Array | np.ndarray, "n d"]
 
 METHODS = ("monte_carlo", "upper", "lower")
-"""Draws from the mixture, or bounds of I(T; X) by Kullback-Leibler divergences or Bhattacharyya distances of pairs."""
+"""Draws from the mixture, or bounds of I(T; X) from pairs of samples.
+
+The upper bound is by Kullback-Leibler divergences, the lower one by Bhattacharyya distances.
+"""
 
 
 class SmoothedInformation(Result):
@@ -49,20 +52,23 @@ def _log_mixtures(
     The first mean is over all centres z_j, the second over the centres whose label is `owners[i]`.
     """
     middle = jnp.mean(centres, 0)
-    centres, points = centres - middle[None], points - middle[None]
+    centres = centres - middle[None]
+    points = points - middle[None]
     lengths = jnp.sum(centres**2, 1)
 
-    def some(part: tuple[Array, Array]) -> tuple[Array, Array]:
-        point, owner = part
-        square = jnp.sum(point**2, 1)[:, None] + lengths[None] - 2 * product(point, centres.T)
+    def of_block(row_block):
+        point, owner = row_block
+        sums = jnp.sum(point**2, 1)[:, None] + lengths[None]
+        square = sums - 2 * product(point, centres.T)
         logs = -jnp.maximum(square, 0.0) / scale
-        same = owner[:, None] == labels[None]
-        within = jax.nn.logsumexp(jnp.where(same, logs, -jnp.inf), axis=1) - jnp.log(
-            jnp.sum(same, 1)
-        )
-        return jax.nn.logsumexp(logs, axis=1) - jnp.log(logs.shape[1]), within
+        over_all = jax.nn.logsumexp(logs, axis=1) - jnp.log(len(centres))
+        has_label = owner[:, None] == labels[None]
+        count = jnp.sum(has_label, 1)
+        logs = jnp.where(has_label, logs, -jnp.inf)
+        over_label = jax.nn.logsumexp(logs, axis=1) - jnp.log(count)
+        return over_all, over_label
 
-    return in_blocks(some, (points, owners), block)
+    return in_blocks(of_block, (points, owners), block)
 
 
 @validated
@@ -105,9 +111,9 @@ def smoothed_information(
     if method == "monte_carlo" and key is None:
         fail("key", "be given for 'monte_carlo'", "None")
     features = to_device(features)
-    return _smoothed(
-        features, to_device(labels), to_device(noise, features.dtype), key, method, draws, block
-    )
+    labels = to_device(labels)
+    noise = to_device(noise, features.dtype)
+    return _smoothed(features, labels, noise, key, method, draws, block)
 
 
 @partial(jax.jit, static_argnames=("method", "draws", "block"))
@@ -120,21 +126,27 @@ def _smoothed(
     draws: int,
     block: int,
 ) -> SmoothedInformation:
-    number, width = features.shape
-    points, owners, offset = features, labels, 0.0
+    number, dimension = features.shape
+    dtype = features.dtype
+    points = features
+    owners = labels
+    offset = 0.0
     if key is not None and method == "monte_carlo":
-        kicks = jax.random.normal(key, (draws, *features.shape), features.dtype)
-        points, owners = (
-            (features[None] + noise * kicks).reshape(-1, width),
-            jnp.tile(labels, draws),
-        )
-        offset = 0.5 * width  # E |t - z|^2 / (2 s^2) from the Gaussian's own centre
-    scale = (8 if method == "lower" else 2) * noise**2
-    whole, within = _log_mixtures(points, owners, features, labels, scale, block)
-    zx, zy = -jnp.mean(whole) - offset, jnp.mean(within - whole)
-    longest = jnp.max(jnp.sum((features - jnp.mean(features, 0)[None]) ** 2, 1))
-    saturated = (zx > 0.99 * jnp.log(number)) | (
-        jnp.finfo(features.dtype).eps * longest > 0.1 * noise**2
-    )
-    zx, zy = (jnp.where(saturated, jnp.nan, value) for value in (zx, zy))
+        deviations = jax.random.normal(key, (draws, *features.shape), dtype)
+        points = (features[None] + noise * deviations).reshape(-1, dimension)
+        owners = jnp.tile(labels, draws)
+        offset = 0.5 * dimension  # E |t - z|^2 / (2 s^2) from the Gaussian's own centre
+    factor = 8 if method == "lower" else 2
+    scale = factor * noise**2
+    over_all, over_label = _log_mixtures(points, owners, features, labels, scale, block)
+    zx = -jnp.mean(over_all) - offset
+    zy = jnp.mean(over_label - over_all)
+
+    is_bound_reached = zx > 0.99 * jnp.log(number)
+    centred = features - jnp.mean(features, 0)[None]
+    largest_square = jnp.max(jnp.sum(centred**2, 1))
+    is_rounded = jnp.finfo(dtype).eps * largest_square > 0.1 * noise**2
+    saturated = is_bound_reached | is_rounded
+    zx = jnp.where(saturated, jnp.nan, zx)
+    zy = jnp.where(saturated, jnp.nan, zy)
     return SmoothedInformation(zx, zy, zx - zy, saturated)

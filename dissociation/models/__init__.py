@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "MLP", "CNN", "Encoder", "ResNet", "Transformer", "BilinearNetwork", "wrap_bilinear", "Affine", "Convolution",
-    "representations", "member_representations", "named", "representations_of_example",
+    "MLP", "CNN", "Encoder", "ResNet", "Transformer", "BilinearNetwork", "wrap_bilinear",
+    "Affine", "Convolution", "representations", "member_representations", "named",
+    "representations_of_example",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

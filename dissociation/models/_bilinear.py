@@ -1,7 +1,6 @@
 """Bilinear networks, with layers g(x) = (W x) * (V x)."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -26,7 +25,10 @@ GATES: dict[str, Callable[[Array], Array]] = {
 
 
 class BilinearLayer(eqx.Module):
-    """The layer gate(W x + b) * (V x + c), W and V [outputs, inputs], b and c None without biases."""
+    """The layer gate(W x + b) * (V x + c).
+
+    W and V have shape [outputs, inputs]. Biases b and c are None if the layer has none.
+    """
 
     left: Float[Array, "o i"]
     right: Float[Array, "o i"]
@@ -37,10 +39,12 @@ class BilinearLayer(eqx.Module):
     def __call__(self, x: Float[Array | np.ndarray, " i"]) -> Float[Array, " o"]:
         """Return the output."""
         x = as_example("x", x, self.left.shape[-1])
-        left, right = self.left @ x, self.right @ x
+        gate_input = self.left @ x
+        factor = self.right @ x
         if self.left_bias is not None and self.right_bias is not None:
-            left, right = left + self.left_bias, right + self.right_bias
-        return GATES[self.gate](left) * right
+            gate_input = gate_input + self.left_bias
+            factor = factor + self.right_bias
+        return GATES[self.gate](gate_input) * factor
 
 
 @validated
@@ -69,35 +73,38 @@ def wrap_bilinear(
     """
     if not layers:
         fail("layers", "hold at least one layer", "none")
-    width, blocks = embed.shape[0], []
-    for index, parts in enumerate(layers):
-        arrays: list[Any] = [_real(f"layers[{index}][{i}]", part) for i, part in enumerate(parts)]
+    width = embed.shape[0]
+    bilinear_layers = []
+    for index, weights in enumerate(layers):
+        arrays = []
+        for position, array in enumerate(weights):
+            name = f"layers[{index}][{position}]"
+            array = as_array(name, array, "real numbers")
+            array = as_numbers(name, array, frozenset({"float"}))
+            arrays.append(jnp.asarray(array))
+
         shapes = [tuple(array.shape) for array in arrays]
         outputs = shapes[0][0] if shapes and shapes[0] else 0
-        if shapes not in ([(outputs, width)] * 2, [(outputs, width)] * 2 + [(outputs,)] * 2):
-            wanted = (
-                f"have two matrices [outputs, {width}], and two biases [outputs] or none, "
-                f"in layer {index}"
-            )
-            fail("layers", wanted, shapes)
-        blocks.append(BilinearLayer(*arrays))
+        matrices = [(outputs, width)] * 2
+        biases = [(outputs,)] * 2
+        if shapes not in (matrices, matrices + biases):
+            requirement = f"have two matrices [outputs, {width}], and two biases [outputs] or none"
+            fail("layers", f"{requirement}, in layer {index}", shapes)
+        bilinear_layers.append(BilinearLayer(*arrays))
         width = outputs
     if head.shape[1] != width:
         fail("head", f"have {width} columns, the last layer's outputs", tuple(head.shape))
+
     # The constructor draws weights: the smallest ones, to be replaced.
-    empty = BilinearNetwork(1, 1, 1, residual=residual, key=jax.random.PRNGKey(0))
-    parts = [jnp.asarray(embed), tuple(blocks), jnp.asarray(head)]
-    return eqx.tree_at(lambda m: [m.embed, m.layers, m.head], empty, parts)
-
-
-def _real(name: str, value: Any) -> Array:
-    return jnp.asarray(
-        as_numbers(name, as_array(name, value, "real numbers"), frozenset({"float"}))
-    )
+    template = BilinearNetwork(1, 1, 1, residual=residual, key=jax.random.PRNGKey(0))
+    replacements = [jnp.asarray(embed), tuple(bilinear_layers), jnp.asarray(head)]
+    return eqx.tree_at(lambda m: [m.embed, m.layers, m.head], template, replacements)
 
 
 class BilinearNetwork(Network):
-    """Embedding [hidden, inputs], bilinear layers [hidden, hidden], head [classes, hidden]; no biases at both ends.
+    """Embedding, bilinear layers and head; embedding and head have no biases.
+
+    The embedding has shape [hidden, inputs], layers [hidden, hidden], the head [classes, hidden].
 
     References:
         Pearce et al. (2024), Bilinear MLPs enable weight-based mechanistic interpretability,
@@ -137,18 +144,21 @@ class BilinearNetwork(Network):
             key: Key of the weights.
         """
         check_choice("gate", gate, GATES)
-        first, last, *keys = jax.random.split(key, num_layers + 2)
-        shapes = [(hidden, hidden)] * 2 + [(hidden,)] * (2 if bias else 0)
+        embed_key, head_key, *layer_keys = jax.random.split(key, num_layers + 2)
+        shapes: list[tuple[int, ...]] = [(hidden, hidden)] * 2
+        if bias:
+            shapes += [(hidden,)] * 2
 
-        def layer(key: PRNGKey) -> BilinearLayer:
-            parts = zip(shapes, jax.random.split(key, 4)[: len(shapes)], strict=True)
-            return BilinearLayer(
-                *(draw_weights(init, shape, hidden, k) for shape, k in parts), gate=gate
-            )
+        layers = []
+        for layer_key in layer_keys:
+            keys = jax.random.split(layer_key, 4)[: len(shapes)]
+            pairs = zip(shapes, keys, strict=True)
+            weights = [draw_weights(init, shape, hidden, k) for shape, k in pairs]
+            layers.append(BilinearLayer(*weights, gate=gate))
 
-        self.embed = draw_weights(init, (hidden, inputs), inputs, first)
-        self.layers = tuple(map(layer, keys))
-        self.head = draw_weights(init, (classes, hidden), hidden, last)
+        self.embed = draw_weights(init, (hidden, inputs), inputs, embed_key)
+        self.layers = tuple(layers)
+        self.head = draw_weights(init, (classes, hidden), hidden, head_key)
         self.residual = residual
 
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
@@ -157,5 +167,9 @@ class BilinearNetwork(Network):
         x = self.embed @ x
         hidden = {"embed": x}
         for index, layer in enumerate(self.layers):
-            hidden[f"layers[{index}].left"] = x = layer(x) + x if self.residual else layer(x)
+            stream = x
+            x = layer(stream)
+            if self.residual:
+                x = x + stream
+            hidden[f"layers[{index}].left"] = x
         return named(hidden, self.head @ x)

@@ -26,19 +26,25 @@ class Encoder(eqx.Module):
     @validated
     def __init__(self, features: Size, *, init: str = "pytorch", key: PRNGKey):
         keys = jax.random.split(key, 3)
-        self.convolutions = (
-            Convolution(1, 16, init=init, key=keys[0]),
-            Convolution(16, 32, init=init, key=keys[1]),
-        )
+        first = Convolution(1, 16, init=init, key=keys[0])
+        second = Convolution(16, 32, init=init, key=keys[1])
+        self.convolutions = (first, second)
         self.head = Affine(32 * 49, features, init=init, key=keys[2])
 
     def layers(self, image: Float[Array | np.ndarray, "28 28"]) -> tuple[Array, Array, Array]:
-        """Return the outputs of both convolutions, [14, 14, 16] and [7, 7, 32], and the features of one image."""
-        hidden = [as_example("image", image, 28, 28)[:, :, None]]
-        for convolution in self.convolutions:
-            # ReLU commutes with the maximum, so it runs after pooling, on a quarter of the values.
-            hidden.append(jax.nn.relu(max_pool(convolution(hidden[-1]))))
-        return hidden[1], hidden[2], self.head(hidden[2].reshape(-1))
+        """Return the outputs of both convolutions and the features of one image.
+
+        The outputs have shapes [14, 14, 16] and [7, 7, 32].
+        """
+        pixels = as_example("image", image, 28, 28)
+        first, second = self.convolutions
+        # ReLU commutes with the maximum, so it runs after pooling, on a quarter of the values.
+        pooled = max_pool(first(pixels[:, :, None]))
+        first_output = jax.nn.relu(pooled)
+        pooled = max_pool(second(first_output))
+        second_output = jax.nn.relu(pooled)
+        features = self.head(second_output.reshape(-1))
+        return first_output, second_output, features
 
     def __call__(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, " features"]:
         """Return the features of one image."""
@@ -66,25 +72,27 @@ class Decoder(eqx.Module):
         self.head = Affine(features, 32 * 49, init=init, key=keys[0])
         # A transposed convolution of stride 1 is a plain one with turned kernels: only initial
         # weights differ.
-        turned = {"transposed": True, "init": init}
-        self.convolutions = (
-            Convolution(32, 16, **turned, key=keys[1]),
-            Convolution(16, 1, **turned, key=keys[2]),
-        )
+        first = Convolution(32, 16, transposed=True, init=init, key=keys[1])
+        second = Convolution(16, 1, transposed=True, init=init, key=keys[2])
+        self.convolutions = (first, second)
         self.upsampling = upsampling
 
     def __call__(self, features: Float[Array | np.ndarray, " features"]) -> Float[Array, "28 28"]:
         """Return the image."""
-        hidden = self.head(features).reshape(7, 7, 32)
+        image = self.head(features).reshape(7, 7, 32)
         for convolution in self.convolutions:
             if self.upsampling == "nearest":
                 # Nearest upsampling and the convolution after it run together at the lower
                 # resolution.
-                hidden = convolution.upsampled(jax.nn.relu(hidden))
+                activity = jax.nn.relu(image)
+                image = convolution.upsampled(activity)
             else:
-                shape = (2 * hidden.shape[0], 2 * hidden.shape[1], hidden.shape[2])
-                hidden = convolution(jax.nn.relu(jax.image.resize(hidden, shape, self.upsampling)))
-        return hidden[:, :, 0]
+                height, width, channels = image.shape
+                shape = (2 * height, 2 * width, channels)
+                image = jax.image.resize(image, shape, self.upsampling)
+                activity = jax.nn.relu(image)
+                image = convolution(activity)
+        return image[:, :, 0]
 
 
 class CNN(Network):
@@ -113,17 +121,20 @@ class CNN(Network):
             init: One of `_layers.INITS`.
             key: Key of the weights.
         """
-        first, second = jax.random.split(key)
-        self.encoder = Encoder(width, init=init, key=first)
-        self.head = Affine(width, classes, init=init, key=second)
+        encoder_key, head_key = jax.random.split(key)
+        self.encoder = Encoder(width, init=init, key=encoder_key)
+        self.head = Affine(width, classes, init=init, key=head_key)
         self.last_activation = last_activation
 
     def representations(self, x: Float[Array | np.ndarray, " 784"]) -> dict[str, Array]:
         """Return both convolutions, [14, 14, 16] and [7, 7, 32], features and logits."""
-        *convolved, features = self.encoder.layers(as_example("x", x, 784).reshape(28, 28))
-        features = jax.nn.relu(features) if self.last_activation else features
-        names = "encoder.convolutions[0]", "encoder.convolutions[1]", "encoder.head"
-        return named(dict(zip(names, [*convolved, features], strict=True)), self.head(features))
+        image = as_example("x", x, 784).reshape(28, 28)
+        first, second, features = self.encoder.layers(image)
+        if self.last_activation:
+            features = jax.nn.relu(features)
+        hidden = {"encoder.convolutions[0]": first, "encoder.convolutions[1]": second}
+        hidden["encoder.head"] = features
+        return named(hidden, self.head(features))
 
 
 class ResidualBlock(eqx.Module):
@@ -137,19 +148,21 @@ class ResidualBlock(eqx.Module):
     second: Convolution
 
     def __init__(self, channels: int, *, init: str, key: PRNGKey):
-        self.first, self.second = (
-            Convolution(channels, channels, init=init, key=k) for k in jax.random.split(key)
-        )
+        first_key, second_key = jax.random.split(key)
+        self.first = Convolution(channels, channels, init=init, key=first_key)
+        self.second = Convolution(channels, channels, init=init, key=second_key)
 
     def __call__(self, x: Float[Array, "h w c"]) -> Float[Array, "h w c"]:
         """Return the output of the block."""
-        return x + self.second(jax.nn.relu(self.first(jax.nn.relu(x))))
+        hidden = self.first(jax.nn.relu(x))
+        return x + self.second(jax.nn.relu(hidden))
 
 
 class ResNet(Network):
-    """Residual network: convolution `stem`, max pooling, residual blocks, max pooling, and two linear layers.
+    """Residual network of images.
 
-    A ReLU precedes each linear layer. No layer is normalised, so rewrites can permute and scale the
+    Convolution `stem`, max pooling, residual blocks, max pooling, and two linear layers. A ReLU
+    precedes each linear layer. No layer is normalised, so rewrites can permute and scale the
     neurons of every hidden layer.
     """
 
@@ -186,13 +199,22 @@ class ResNet(Network):
         self.head = Affine(width, classes, init=init, key=keys[2])
 
     def representations(self, x: Float[Array | np.ndarray, " 784"]) -> dict[str, Array]:
-        """Return the residual stream before and after every block, [14, 14, channels], features and logits."""
-        stream = max_pool(self.stem(as_example("x", x, 784).reshape(28, 28, 1)))
+        """Return the residual stream before and after every block, features and logits.
+
+        The residual stream has shape [14, 14, channels].
+        """
+        image = as_example("x", x, 784).reshape(28, 28, 1)
+        stream = max_pool(self.stem(image))
         hidden = {"stem": stream}
         for index, block in enumerate(self.blocks):
-            hidden[f"blocks[{index}].second"] = stream = block(stream)
-        hidden["hidden"] = jax.nn.relu(self.hidden(jax.nn.relu(max_pool(stream)).reshape(-1)))
-        return named(hidden, self.head(hidden["hidden"]))
+            stream = block(stream)
+            hidden[f"blocks[{index}].second"] = stream
+
+        pooled = jax.nn.relu(max_pool(stream))
+        features = self.hidden(pooled.reshape(-1))
+        features = jax.nn.relu(features)
+        hidden["hidden"] = features
+        return named(hidden, self.head(features))
 
 
 class TransformerBlock(eqx.Module):
@@ -212,11 +234,14 @@ class TransformerBlock(eqx.Module):
 
     def __call__(self, x: Float[Array, "tokens size"]) -> Float[Array, "tokens size"]:
         """Return the residual stream after the block."""
-        seen = jax.vmap(self.norms[0])(x)
-        x = x + self.attention(seen, seen, seen)
-        return x + jax.vmap(
-            lambda token: self.second(jax.nn.relu(self.first(self.norms[1](token))))
-        )(x)
+        normalised = jax.vmap(self.norms[0])(x)
+        x = x + self.attention(normalised, normalised, normalised)
+
+        def perceptron(token: Array) -> Array:
+            hidden = self.first(self.norms[1](token))
+            return self.second(jax.nn.relu(hidden))
+
+        return x + jax.vmap(perceptron)(x)
 
 
 class Transformer(Network):
@@ -269,7 +294,8 @@ class Transformer(Network):
             fail("patch", "divide the images' side of 28 pixels", patch)
         keys = jax.random.split(key, depth + 4)
         self.embed = Affine(patch**2, size, init=init, key=keys[0])
-        self.positions = 0.02 * jax.random.normal(keys[1], ((28 // patch) ** 2, size))
+        num_tokens = (28 // patch) ** 2
+        self.positions = 0.02 * jax.random.normal(keys[1], (num_tokens, size))
         self.blocks = tuple(TransformerBlock(size, heads, key=k) for k in keys[4:])
         self.norm = eqx.nn.LayerNorm(size)
         self.hidden = Affine(size, width, init=init, key=keys[2])
@@ -277,13 +303,21 @@ class Transformer(Network):
         self.patch = patch
 
     def representations(self, x: Float[Array | np.ndarray, " 784"]) -> dict[str, Array]:
-        """Return the residual stream before and after every block, [tokens, size], features and logits."""
+        """Return the residual stream before and after every block, features and logits.
+
+        The residual stream has shape [tokens, size].
+        """
         side = 28 // self.patch
         pixels = as_example("x", x, 784).reshape(side, self.patch, side, self.patch)
         patches = pixels.transpose(0, 2, 1, 3).reshape(side**2, self.patch**2)
         stream = jax.vmap(self.embed)(patches) + self.positions
         hidden = {"embed": stream}
         for index, block in enumerate(self.blocks):
-            hidden[f"blocks[{index}].second"] = stream = block(stream)
-        hidden["hidden"] = jax.nn.relu(self.hidden(jnp.mean(jax.vmap(self.norm)(stream), 0)))
-        return named(hidden, self.head(hidden["hidden"]))
+            stream = block(stream)
+            hidden[f"blocks[{index}].second"] = stream
+
+        normalised = jax.vmap(self.norm)(stream)
+        features = self.hidden(jnp.mean(normalised, 0))
+        features = jax.nn.relu(features)
+        hidden["hidden"] = features
+        return named(hidden, self.head(features))

@@ -15,7 +15,11 @@ from dissociation._core.types import PRNGKey, Size
 from dissociation._core.validation import validated
 
 INITS = ("pytorch", "lecun")
-"""PyTorch's default (uniform in +-1/sqrt(fan_in)), or flax's (normal of variance 1/fan_in, cut at two deviations)."""
+"""Initialisations of weights.
+
+"pytorch" is PyTorch's default, uniform in +-1/sqrt(fan_in). "lecun" is flax's, normal of variance
+1/fan_in, cut at two deviations.
+"""
 
 
 def draw_weights(init: str, shape: tuple[int, ...], fan_in: int, key: PRNGKey) -> Array:
@@ -31,14 +35,19 @@ def draw_weights(init: str, shape: tuple[int, ...], fan_in: int, key: PRNGKey) -
 
 def as_example(name: str, x: Any, *shape: int | str) -> Array:
     """Convert one example of a network to an array; text in its shape fits any length."""
-    wanted = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
-    array = as_numbers(
-        name, as_array(name, x, f"real numbers, one example {wanted}"), frozenset({"float"})
-    )
-    sizes = tuple(n if isinstance(m, int) else m for m, n in zip(shape, array.shape, strict=False))
-    if array.ndim != len(shape) or sizes != shape:
-        advice = "Map the network over examples by `jax.vmap`" if array.ndim > len(shape) else ""
-        fail(name, f"be one example of shape {wanted}", f"shape {array.shape}", advice)
+    shape_text = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
+    array = as_array(name, x, f"real numbers, one example {shape_text}")
+    array = as_numbers(name, array, frozenset({"float"}))
+
+    fits = array.ndim == len(shape)
+    for size, length in zip(shape, array.shape, strict=False):
+        if isinstance(size, int) and size != length:
+            fits = False
+    if not fits:
+        advice = ""
+        if array.ndim > len(shape):
+            advice = "Map the network over examples by `jax.vmap`"
+        fail(name, f"be one example of shape {shape_text}", f"shape {array.shape}", advice)
     return jnp.asarray(array)
 
 
@@ -49,7 +58,9 @@ def check_sizes(**sizes: int) -> None:
 
 
 def _draw_bias(init: str, outputs: int, fan_in: int, key: PRNGKey) -> Array:
-    return jnp.zeros(outputs) if init == "lecun" else draw_weights(init, (outputs,), fan_in, key)
+    if init == "lecun":
+        return jnp.zeros(outputs)
+    return draw_weights(init, (outputs,), fan_in, key)
 
 
 class Affine(eqx.Module):
@@ -67,14 +78,17 @@ class Affine(eqx.Module):
     def __init__(
         self, inputs: Size, outputs: Size, *, bias: bool = True, init: str = "pytorch", key: PRNGKey
     ):
-        first, second = jax.random.split(key)
-        self.weight = draw_weights(init, (inputs, outputs), inputs, first).T
-        self.bias = _draw_bias(init, outputs, inputs, second) if bias else None
+        weight_key, bias_key = jax.random.split(key)
+        self.weight = draw_weights(init, (inputs, outputs), inputs, weight_key).T
+        self.bias = _draw_bias(init, outputs, inputs, bias_key) if bias else None
 
     def __call__(self, x: Float[Array | np.ndarray, " i"]) -> Float[Array, " o"]:
         """Return the output."""
-        y = self.weight @ as_example("x", x, self.weight.shape[-1])
-        return y if self.bias is None else y + self.bias
+        x = as_example("x", x, self.weight.shape[-1])
+        y = self.weight @ x
+        if self.bias is None:
+            return y
+        return y + self.bias
 
 
 class Convolution(eqx.Module):
@@ -98,11 +112,13 @@ class Convolution(eqx.Module):
         init: str = "pytorch",
         key: PRNGKey,
     ):
-        first, second = jax.random.split(key)
+        weight_key, bias_key = jax.random.split(key)
+        fan_in = 25 * inputs
         # PyTorch counts the outputs of a transposed convolution as its fan-in.
-        fan_in = 25 * (outputs if transposed and init == "pytorch" else inputs)
-        self.weight = draw_weights(init, (5, 5, inputs, outputs), fan_in, first)
-        self.bias = _draw_bias(init, outputs, fan_in, second)
+        if transposed and init == "pytorch":
+            fan_in = 25 * outputs
+        self.weight = draw_weights(init, (5, 5, inputs, outputs), fan_in, weight_key)
+        self.bias = _draw_bias(init, outputs, fan_in, bias_key)
 
     def __call__(self, x: Float[Array | np.ndarray, "h w i"]) -> Float[Array, "h w o"]:
         """Return the output."""
@@ -115,15 +131,19 @@ class Convolution(eqx.Module):
         height, width, _ = x.shape
         # Of the 5 x 5 entries under the kernel at most 3 x 3 differ. Weights of equal entries are
         # added before the convolution: 9 products instead of 25.
-        add = jnp.asarray(_EQUAL_ENTRIES, x.dtype)
+        is_equal = jnp.asarray(_EQUAL_ENTRIES, x.dtype)
         # Default precision would change the weights on an accelerator.
-        merged = jnp.einsum("apk,bql,klio->pqiabo", add, add, self.weight, precision="highest")
-        four = _convolve(x, merged.reshape(3, 3, x.shape[2], -1), padding=1).reshape(
-            height, width, 2, 2, -1
+        merged = jnp.einsum(
+            "apk,bql,klio->pqiabo", is_equal, is_equal, self.weight, precision="highest"
         )
-        return (
-            four.transpose(0, 2, 1, 3, 4).reshape(2 * height, 2 * width, -1) + self.bias[None, None]
-        )
+        kernel = merged.reshape(3, 3, x.shape[2], -1)
+
+        # The convolution returns the four outputs of each entry, even and odd in both directions.
+        outputs = _convolve(x, kernel, padding=1)
+        outputs = outputs.reshape(height, width, 2, 2, -1)
+        image = outputs.transpose(0, 2, 1, 3, 4)
+        image = image.reshape(2 * height, 2 * width, -1)
+        return image + self.bias[None, None]
 
 
 _EQUAL_ENTRIES = (
@@ -136,15 +156,19 @@ _EQUAL_ENTRIES = (
 def _convolve(
     x: Float[Array, "h w i"], weight: Float[Array, "k l i o"], *, padding: int
 ) -> Float[Array, "h w o"]:
+    """Return the convolution of one image, of stride 1."""
     # Channels last: XLA's CPU convolutions are fastest in this layout.
-    kinds, around = ("NHWC", "HWIO", "NHWC"), [(padding, padding)] * 2
-    return lax.conv_general_dilated(x[None], weight, (1, 1), around, dimension_numbers=kinds)[0]
+    layout = ("NHWC", "HWIO", "NHWC")
+    paddings = [(padding, padding)] * 2
+    batch = lax.conv_general_dilated(x[None], weight, (1, 1), paddings, dimension_numbers=layout)
+    return batch[0]
 
 
 def max_pool(x: Float[Array, "h w c"]) -> Float[Array, "h//2 w//2 c"]:
     """Return the maximum of each disjoint 2 x 2 square of one image."""
     # The gradient of three elementwise maxima is several times faster than that of `reduce_window`.
-    upper, lower = x[::2], x[1::2]
-    return jnp.maximum(
-        jnp.maximum(upper[:, ::2], upper[:, 1::2]), jnp.maximum(lower[:, ::2], lower[:, 1::2])
-    )
+    upper = x[::2]
+    lower = x[1::2]
+    upper_maximum = jnp.maximum(upper[:, ::2], upper[:, 1::2])
+    lower_maximum = jnp.maximum(lower[:, ::2], lower[:, 1::2])
+    return jnp.maximum(upper_maximum, lower_maximum)

@@ -59,17 +59,21 @@ class MLP(Network):
         check_choice("activation", activation, ACTIVATIONS)
         sizes = [inputs, *[width] * depth, classes]
         keys = jax.random.split(key, depth + 1)
-        pairs = zip(pairwise(sizes), keys, strict=True)
-        self.layers = tuple(Affine(*pair, init=init, key=k) for pair, k in pairs)
-        self.activation, self.last_activation = activation, last_activation
+        layers = []
+        for (num_in, num_out), layer_key in zip(pairwise(sizes), keys, strict=True):
+            layers.append(Affine(num_in, num_out, init=init, key=layer_key))
+        self.layers = tuple(layers)
+        self.activation = activation
+        self.last_activation = last_activation
 
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
         """Return hidden layers and logits."""
         hidden = {}
-        *inner, head = self.layers
-        for index, layer in enumerate(inner):
+        *hidden_layers, head = self.layers
+        for index, layer in enumerate(hidden_layers):
             x = layer(x)
-            if self.last_activation or index < len(inner) - 1:
+            is_last = index == len(hidden_layers) - 1
+            if self.last_activation or not is_last:
                 x = ACTIVATIONS[self.activation](x)
             hidden[f"layers[{index}]"] = x
         return named(hidden, head(x))

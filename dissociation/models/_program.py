@@ -36,10 +36,8 @@ class _Single(eqx.nn.Linear):
 
     def __call__(self, x: Any, *, key: Any = None) -> Any:
         if self.weight.ndim != 2:
-            raise TypeError(
-                f"weights of shape {self.weight.shape} are those of stacked networks; `member` "
-                "picks one"
-            )
+            stacked = f"weights of shape {self.weight.shape} are those of stacked networks"
+            raise TypeError(f"{stacked}; `member` picks one")
         return super().__call__(x, key=key)
 
 
@@ -51,67 +49,82 @@ def _single(layer: eqx.nn.Linear) -> _Single:
     return single
 
 
+def separate_state(model: Any) -> tuple[Any, list[Any]]:
+    """Return a model and a list of its states, which is empty unless `model` has a state."""
+    if isinstance(model, tuple) and len(model) == 2:
+        return model[0], [model[1]]
+    return model, []
+
+
 def called(model: Any, example: Any) -> Any:
     """Return the outputs of a model, or of a pair (model, state), in inference mode."""
-    module, *states = model if isinstance(model, tuple) and len(model) == 2 else (model,)
+    module, states = separate_state(model)
 
     # Equinox's layer multiplies stacked weights without an error.
-    def is_linear(part):
-        return type(part) is eqx.nn.Linear and np.ndim(part.weight) > 2
+    def is_stacked(node):
+        return type(node) is eqx.nn.Linear and np.ndim(node.weight) > 2
 
     module = jax.tree.map(
-        lambda part: _single(part) if is_linear(part) else part, module, is_leaf=is_linear
+        lambda node: _single(node) if is_stacked(node) else node, module, is_leaf=is_stacked
     )
-    function: Any = eqx.nn.inference_mode(module) if isinstance(module, eqx.Module) else module
+    function: Any = module
+    if isinstance(module, eqx.Module):
+        function = eqx.nn.inference_mode(module)
     if not states:
         return function(example)
     # A copy, as a state that was set cannot be used again.
-    return function(example, jax.tree.map(lambda leaf: leaf, states[0]))[0]
+    state = jax.tree.map(lambda leaf: leaf, states[0])
+    return function(example, state)[0]
 
 
 def function_of(name: str, model: Any) -> Callable[[Any], Any]:
-    """Return `called` as a function of one example; raise `TypeError` if `model` cannot be called."""
-    if not callable(model[0] if isinstance(model, tuple) and len(model) == 2 else model):
-        fail_kind(
-            name,
-            "be a function",
-            describe(model),
-            "Weights alone need `call=`; a model with state is a pair (model, state)",
-        )
+    """Return `called` as a function of one example; raise `TypeError` without a callable model."""
+    module, _ = separate_state(model)
+    if not callable(module):
+        advice = "Weights alone need `call=`; a model with state is a pair (model, state)"
+        fail_kind(name, "be a function", describe(model), advice)
     return functools.partial(called, model)
 
 
 def parameters_in(model: Any, where: Any = None) -> Any:
-    """Return the parameters of a model, None elsewhere; `where` selects some, as in `eqx.tree_at`."""
+    """Return the parameters of a model, and None for its other leaves.
+
+    `where` selects some of the parameters, as in `eqx.tree_at`.
+    """
 
     # A `StateIndex` holds the initial values of the state, which are no parameters either.
-    def is_state(part):
-        return isinstance(part, eqx.nn.State | eqx.nn.StateIndex)
+    def is_state(node):
+        return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)
 
-    kept = jax.tree.map(
-        lambda part: not is_state(part) and eqx.is_inexact_array(part), model, is_leaf=is_state
-    )
+    def is_parameter(node):
+        return not is_state(node) and eqx.is_inexact_array(node)
+
+    mask = jax.tree.map(is_parameter, model, is_leaf=is_state)
     if where is not None:
-        kept = eqx.tree_at(where, jax.tree.map(lambda _: False, kept), replace=where(kept))
-    return eqx.filter(model, kept)
+        empty_mask = jax.tree.map(lambda _: False, mask)
+        mask = eqx.tree_at(where, empty_mask, replace=where(mask))
+    return eqx.filter(model, mask)
 
 
 def with_draws(model: Any, noise: Any) -> Any:
-    """Return `noise` with zeros for parameters where it is None; raise `ValueError` unless shapes fit."""
+    """Return `noise` with zeros for parameters where it is None.
+
+    Raises:
+        ValueError: If shapes do not fit.
+    """
 
     def is_none(leaf):
         return leaf is None
 
     parameters = parameters_in(model)
-    places = [
-        jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0]
-        for tree in (parameters, noise)
-    ]
-    pairs = itertools.zip_longest(*places, fillvalue=((), None))
-    fits = all(
-        one == two and (b is None or (a is not None and np.shape(b) == a.shape))
-        for (one, a), (two, b) in pairs
-    )
+    weights, _ = jax.tree_util.tree_flatten_with_path(parameters, is_leaf=is_none)
+    draws, _ = jax.tree_util.tree_flatten_with_path(noise, is_leaf=is_none)
+    pairs = itertools.zip_longest(weights, draws, fillvalue=((), None))
+    fits = True
+    for (weight_path, weight), (draw_path, draw) in pairs:
+        if draw is not None:
+            fits = fits and weight is not None and np.shape(draw) == weight.shape
+        fits = fits and weight_path == draw_path
     if not fits:
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(noise)]
         fail(
@@ -144,73 +157,95 @@ class Program(NamedTuple):
 
 def program_of(model: Any, call: Call | None) -> Program:
     """Return a model as a function of its arrays, evaluated by `call`, default `called`."""
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-    named, tree = jax.tree_util.tree_flatten_with_path(arrays)
-    run = functools.partial(_run, called if call is None else call, tree, rest)
-    paths = [jax.tree_util.keystr(path) for path, _ in named]
-    leaves = [leaf for _, leaf in named]
+    arrays, constants = eqx.partition(model, eqx.is_inexact_array)
+    leaf_pairs, tree = jax.tree_util.tree_flatten_with_path(arrays)
+    paths = [jax.tree_util.keystr(path) for path, _ in leaf_pairs]
+    leaves = [leaf for _, leaf in leaf_pairs]
+
     # Names are the same with and without a state.
-    skipped = int(isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State))
-    # Flax wraps each array in an object with the attribute `value`.
-    keys = [path[skipped : -1 if path and str(path[-1]) == ".value" else None] for path, _ in named]
-    matrices = {
-        path
-        for path, leaf in zip(keys, leaves, strict=True)
-        if np.size(leaf) > max(np.shape(leaf), default=1)
-    }
+    num_skipped = int(isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State))
+    keys = []
+    matrices = set()
+    for path, leaf in leaf_pairs:
+        # Flax wraps each array in an object with the attribute `value`.
+        is_wrapped = path and str(path[-1]) == ".value"
+        path = path[num_skipped : -1 if is_wrapped else None]
+        keys.append(path)
+        if np.size(leaf) > max(np.shape(leaf), default=1):
+            matrices.add(path)
+
+    apply = called if call is None else call
+    run = functools.partial(_run, apply, tree, constants)
     return Program(paths, _layers_of(keys, matrices), leaves, run)
 
 
 def _layers_of(paths: list[tuple[Any, ...]], matrices: set[tuple[Any, ...]]) -> list[str]:
-    """Return the name of the layer of each path: "layers[0]" of ".layers[0].weight", "Dense_0" of "Dense_0", "kernel".
+    """Return the name of the layer of each path: "layers[0]" of ".layers[0].weight".
 
-    The last key of a dictionary is left out if the dictionary holds one matrix. Front keys up to
-    the last one of a dictionary that all matrices share are left out, too.
+    The last key of a dictionary is left out if the dictionary holds one matrix: "Dense_0" of
+    "Dense_0", "kernel". Front keys up to the last one of a dictionary that all matrices share are
+    left out, too.
     """
-    own = [path[:-1] for path in matrices]
+    containers = [path[:-1] for path in matrices]
 
-    def layer(path: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not path:
+    def layer_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(path) < 2:
             return path
-        *head, last = path
+        container = path[:-1]
+        last = path[-1]
         if isinstance(last, jax.tree_util.GetAttrKey):
-            return tuple(head) if head and last.name.startswith(("weight", "bias")) else path
-        of_dictionary = isinstance(last, jax.tree_util.DictKey)
-        return tuple(head) if head and of_dictionary and own.count(tuple(head)) < 2 else path
+            is_array_name = last.name.startswith(("weight", "bias"))
+        else:
+            is_item = isinstance(last, jax.tree_util.DictKey)
+            is_array_name = is_item and containers.count(container) < 2
+        return container if is_array_name else path
 
-    layers = [layer(path) for path in paths]
-    known = [layer(path) for path in matrices] or layers
-    common = 0
-    for keys in zip(*(path[:-1] for path in known), strict=False):
+    layers = [layer_path(path) for path in paths]
+    matrix_layers = [layer_path(path) for path in matrices] or layers
+    shared = []
+    for keys in zip(*(path[:-1] for path in matrix_layers), strict=False):
         if len(set(map(str, keys))) > 1:
             break
-        common += 1
-    shared = known[0][:common] if known else ()
-    of_containers = (jax.tree_util.DictKey, jax.tree_util.FlattenedIndexKey)
-    front = max(
-        (place + 1 for place, key in enumerate(shared) if isinstance(key, of_containers)), default=0
-    )
-    return [
-        "".join(map(_shown, path[front:] if path[:front] == shared[:front] else path)).lstrip(".")
-        for path in layers
-    ]
+        shared.append(keys[0])
+
+    num_front = 0
+    for position, key in enumerate(shared):
+        if isinstance(key, jax.tree_util.DictKey | jax.tree_util.FlattenedIndexKey):
+            num_front = position + 1
+    front = tuple(shared[:num_front])
+
+    names = []
+    for path in layers:
+        if path[:num_front] == front:
+            path = path[num_front:]
+        name = "".join(map(_key_text, path))
+        names.append(name.lstrip("."))
+    return names
 
 
-def _shown(key: Any) -> str:
+def _key_text(key: Any) -> str:
     """Return a key of a path as text: ".name" or "[index]"."""
     if isinstance(key, jax.tree_util.DictKey):
         return f".{key.key}"
-    return f"[{key.key}]" if isinstance(key, jax.tree_util.FlattenedIndexKey) else str(key)
+    if isinstance(key, jax.tree_util.FlattenedIndexKey):
+        return f"[{key.key}]"
+    return str(key)
 
 
 def numbered(name: str, taken: Container[str]) -> str:
     """Return `name`, or the first of "name:2", "name:3", ... that is not in `taken`."""
-    names = itertools.chain([name], (f"{name}:{number}" for number in itertools.count(2)))
-    return next(each for each in names if each not in taken)
+    unique_name = name
+    number = 1
+    while unique_name in taken:
+        number += 1
+        unique_name = f"{name}:{number}"
+    return unique_name
 
 
-def _run(apply: Call, tree: Any, rest: Any, leaves: list[Any], example: Any) -> list[Any]:
-    outputs = apply(eqx.combine(jax.tree.unflatten(tree, leaves), rest), example)
+def _run(apply: Call, tree: Any, constants: Any, leaves: list[Any], example: Any) -> list[Any]:
+    """Return the output arrays of the model with arrays `leaves`."""
+    model = eqx.combine(jax.tree.unflatten(tree, leaves), constants)
+    outputs = apply(model, example)
     return jax.tree.leaves(eqx.filter(outputs, eqx.is_array))
 
 
@@ -234,9 +269,13 @@ def _evaluated(function: Callable[..., Any], model: Any, *arguments: Any) -> Any
 
 
 def _has_structure(model: Any) -> bool:
-    """Return True if a program may be cached by the structure of `model`: a PyTree of JAX arrays and constants."""
+    """Return True if a program may be cached by the structure of `model`.
+
+    The model must be a PyTree of JAX arrays and constants.
+    """
     module = model[0] if isinstance(model, tuple) and model else model
-    if jax.tree_util.treedef_is_leaf(jax.tree.structure(module)):
+    structure = jax.tree.structure(module)
+    if jax.tree_util.treedef_is_leaf(structure):
         return False
     # Integers of NumPy set shapes, which a program must not trace; they have no hash.
     constants = eqx.filter(model, lambda leaf: isinstance(leaf, jax.Array), inverse=True)
@@ -278,28 +317,29 @@ class Walk:
         env |= {v: pair for v, *pair in zip(jaxpr.invars, args, marks, strict=True)}
 
         def read(atom: Any) -> Any:
-            return (atom.val, None) if isinstance(atom, jex.Literal) else env[atom]
+            if isinstance(atom, jex.Literal):
+                return (atom.val, None)
+            return env[atom]
 
         for equation in jaxpr.eqns:
             pairs = [read(atom) for atom in equation.invars]
-            values, own = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            values = [value for value, _ in pairs]
+            input_marks = [mark for _, mark in pairs]
+
             inner = inner_program(equation.params)
-            if (
-                inner is not None
-                and len(inner.jaxpr.invars) == len(values)
-                and self.enters(equation, own)
-            ):
-                found = self.run(inner.jaxpr, inner.consts, values, own)
+            fits = inner is not None and len(inner.jaxpr.invars) == len(values)
+            if fits and self.enters(equation, input_marks):
+                outputs = self.run(inner.jaxpr, inner.consts, values, input_marks)
             else:
-                results, mark = self.at(equation, values, own)
-                found = [(result, mark) for result in results]
-            env |= dict(zip(equation.outvars, found, strict=True))
+                results, mark = self.at(equation, values, input_marks)
+                outputs = [(result, mark) for result in results]
+            env |= dict(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
 
 def bound(equation: Any, values: Sequence[Any]) -> list[Any]:
     """Apply an operation to `values` and return its results as a list."""
-    results = equation.primitive.bind(
-        *values, **equation.primitive.get_bind_params(equation.params)
-    )
-    return list(results) if equation.primitive.multiple_results else [results]
+    primitive = equation.primitive
+    bind_params = primitive.get_bind_params(equation.params)
+    results = primitive.bind(*values, **bind_params)
+    return list(results) if primitive.multiple_results else [results]

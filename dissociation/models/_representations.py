@@ -14,7 +14,16 @@ from jaxtyping import Array, Float, Num
 from dissociation._core.checks import check_takes, fail, fail_kind
 from dissociation._core.conversion import describe, to_device
 from dissociation._core.validation import validated
-from dissociation.models._program import MOVES, Call, Walk, bound, evaluated, numbered, program_of
+from dissociation.models._program import (
+    MOVES,
+    Call,
+    Walk,
+    bound,
+    evaluated,
+    numbered,
+    program_of,
+    separate_state,
+)
 from dissociation.training._members import count
 
 
@@ -30,11 +39,9 @@ class Layers(dict[str, Array]):
         super().__init__(arrays)
         # `vmap` adds axes of samples and members in front: their number does not follow from an
         # array.
-        self.ranks = (
-            {name: jnp.ndim(array) for name, array in self.items()}
-            if ranks is None
-            else dict(ranks)
-        )
+        if ranks is None:
+            ranks = {name: jnp.ndim(array) for name, array in self.items()}
+        self.ranks = dict(ranks)
 
     def __missing__(self, name: str) -> Array:
         try:
@@ -55,18 +62,25 @@ class Layers(dict[str, Array]):
 
 
 def layer_named(argument: str, name: str, layers: Iterable[str]) -> str:
-    """Return `name` if it is one of `layers`, the last hidden one for "features" of layers with logits, or raise."""
-    known = list(dict.fromkeys(layers))
-    hidden = [layer for layer in known if layer != "logits"] if "logits" in known else []
-    if name in known:
+    """Return `name` if it is one of `layers`, or the last hidden layer for "features".
+
+    Raises:
+        ValueError: If `name` is neither, or "features" of layers without logits.
+    """
+    names = list(dict.fromkeys(layers))
+    if name in names:
         return name
-    if name == "features" and hidden:
+    hidden = [layer for layer in names if layer != "logits"]
+    if name == "features" and hidden and "logits" in names:
         return hidden[-1]
-    fail(argument, f"be one of {', '.join(map(repr, known))}", repr(name))
+    fail(argument, f"be one of {', '.join(map(repr, names))}", repr(name))
 
 
 def named(hidden: Mapping[str, Array], logits: Array) -> Layers:
-    """Return hidden layers of one example, in forward order by the names of their weights, and its logits."""
+    """Return hidden layers and logits of one example.
+
+    `hidden` has layers in forward order, by the names of their weights.
+    """
     if not isinstance(hidden, Mapping):
         advice = (
             'Name layers by the paths of their weights: named({"layers[0]": array, ...}, logits)'
@@ -104,45 +118,50 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
     """
     if callable(getattr(model, "representations", None)):
         return model.representations(x)
-    if not callable(model[0] if isinstance(model, tuple) and len(model) == 2 else model):
-        fail_kind(
-            "model",
-            "be a function of one example, or such a one and its state",
-            type(model).__name__,
-        )
+    module, _ = separate_state(model)
+    if not callable(module):
+        requirement = "be a function of one example, or such a one and its state"
+        fail_kind("model", requirement, type(model).__name__)
     return seen_by_weights(model, x)
 
 
-def seen_by_weights(model: Any, x: Array, call: Call | None = None) -> dict[str, Array]:
+def seen_by_weights(model: Any, x: Array, call: Call | None = None) -> Layers:
     """Return the arrays that weights multiply, and the logits, by name."""
     _, layers, leaves, program = program_of(model, call)
     traced = jax.make_jaxpr(program)(leaves, x)
     if len(traced.out_avals) != 1:
         fail_kind("model", "return one array", f"{len(traced.out_avals)} arrays")
-    look = _Look(layers)
-    marks = [
-        *(_Mark("weights", [], (0, leaf)) for leaf in range(len(leaves))),
-        _Mark("input", [], (-1, 0)),
-    ]
-    ((logits, mark),) = look.run(traced.jaxpr, traced.consts, [*leaves, x], marks)
+    recorder = _InputRecorder(layers)
+    marks = [_Mark("weights", [], 0, leaf) for leaf in range(len(leaves))]
+    marks.append(_Mark("input", [], -1, 0))
+    ((logits, mark),) = recorder.run(traced.jaxpr, traced.consts, [*leaves, x], marks)
+
     axis = None if mark is None else mark.axis
-    found = named(look.found, logits if axis is None else jnp.moveaxis(logits, axis, -1))
+    if axis is not None:
+        logits = jnp.moveaxis(logits, axis, -1)
+    arrays = named(recorder.inputs, logits)
     # Measures must not guess an axis of features.
     if axis is None and logits.ndim > 1:
-        del found.ranks["logits"]
-    return found
+        del arrays.ranks["logits"]
+    return arrays
 
 
 class _Mark(NamedTuple):
-    """Origin of a value ("weights", "input" or "both") and its axis of features."""
+    """Origin of a value and its axis of features.
 
-    # Values that differ only by order or shape of axes share the list `noted`, so that each is
-    # noted once.
+    Attributes:
+        kind: "weights", "input" or "both".
+        recorded: List that is empty until the value is recorded. Values that differ only by order
+            or shape of axes share the list, so that one of them is recorded.
+        depth: Number of consecutive products with weights that lead to the value.
+        leaf: Index of the first array of weights in the last of these products.
+        axis: Axis of features, None if unknown.
+    """
+
     kind: str
-    noted: list[bool]
-    # Number of products with weights up to it, one after another, and index of the first array in
-    # the last of them.
-    made: tuple[int, int]
+    recorded: list[bool]
+    depth: int
+    leaf: int
     axis: int | None = None
 
 
@@ -158,102 +177,131 @@ _MAKERS = (
 """Operations whose weights name the result; weights of others name it before the first of these."""
 
 
-class _Look(Walk):
-    """Walk that records in `found` the arrays that weights multiply, given the layers of the weights."""
+class _InputRecorder(Walk):
+    """Walk that records the arrays that weights multiply.
+
+    Attributes:
+        layers: Name of the layer of each array of weights.
+        inputs: Recorded arrays by name.
+    """
 
     def __init__(self, layers: list[str]):
-        self.layers, self.found = layers, dict[str, Array]()
+        self.layers = layers
+        self.inputs: dict[str, Array] = {}
 
     def enters(self, equation: Any, marks: list[Any]) -> bool:
         """Return True if the walk follows the program that an operation calls."""
         # Inside of it, a custom rule for derivatives would be lost.
-        keeps = equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
-        weights = any(mark is not None and mark.kind == "weights" for mark in marks)
-        return super().enters(equation, marks) and (weights or not keeps)
+        has_rule = equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+        has_weights = any(mark is not None and mark.kind == "weights" for mark in marks)
+        return super().enters(equation, marks) and (has_weights or not has_rule)
 
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
         """Return an operation's results and their mark."""
         name = equation.primitive.name
-        side = None
+        weights_side = None
         if name in ("dot_general", "conv_general_dilated"):
-            kinds = ["" if mark is None else mark.kind for mark in marks[:2]]
+            sides = ["" if mark is None else mark.kind for mark in marks[:2]]
+            if "weights" in sides:
+                weights_side = sides.index("weights")
             # The input itself is no hidden layer; products of two activations have no weights.
-            if sorted(kinds) == ["both", "weights"]:
-                side = kinds.index("both")
-                if not marks[side].noted:
-                    layer = numbered(self.layers[marks[side].made[1]], {"logits", *self.found})
-                    self.found[layer] = _features_last(equation, values[side], side)
-                    marks[side].noted.append(True)
-            side = kinds.index("weights") if "weights" in kinds else None
-        known = [mark for mark in marks if mark is not None]
-        if not known:
-            return bound(equation, values), None
-        kinds, depth = {mark.kind for mark in known}, max(mark.made[0] for mark in known)
-        makes = name in _MAKERS
-        own = (
-            [mark.made[1] for mark in known if mark.kind == "weights"]
-            if makes and len(kinds) > 1
-            else []
-        )
-        # In a loop the last weights make the result, in a product of attention and values the
-        # values.
-        pick = max if makes else min
-        made = (
-            depth + bool(own),
-            pick(own or [mark.made[1] for mark in known if mark.made[0] == depth]),
-        )
-        noted = marks[0].noted if name in MOVES and marks[0] is not None else []
-        kind = "both" if len(kinds) > 1 else kinds.pop()
-        return bound(equation, values), _Mark(
-            kind, noted, made, _axis_of_features(equation, marks, side)
-        )
+            if sorted(sides) == ["both", "weights"]:
+                self._record(equation, values, marks, sides.index("both"))
+
+        results = bound(equation, values)
+        known_marks = [mark for mark in marks if mark is not None]
+        if not known_marks:
+            return results, None
+
+        kinds = {mark.kind for mark in known_marks}
+        kind = "both" if len(kinds) > 1 else known_marks[0].kind
+        depth = max(mark.depth for mark in known_marks)
+        leaves = [mark.leaf for mark in known_marks if mark.depth == depth]
+        leaf = min(leaves)
+        if name in _MAKERS:
+            weights = [mark.leaf for mark in known_marks if mark.kind == "weights"]
+            if weights and kind == "both":
+                depth += 1
+                leaves = weights
+            # In a loop the last weights make the result, in a product of attention and values
+            # the values.
+            leaf = max(leaves)
+
+        recorded = []
+        if name in MOVES and marks[0] is not None:
+            recorded = marks[0].recorded
+        axis = _axis_of_features(equation, marks, weights_side)
+        return results, _Mark(kind, recorded, depth, leaf, axis)
+
+    def _record(self, equation: Any, values: list[Any], marks: list[Any], side: int) -> None:
+        """Record the activations on one side of a product with weights once."""
+        mark = marks[side]
+        if not mark.recorded:
+            layer = numbered(self.layers[mark.leaf], {"logits", *self.inputs})
+            self.inputs[layer] = _features_last(equation, values[side], side)
+            mark.recorded.append(True)
 
 
 def _features_last(equation: Any, value: Array, side: int) -> Array:
     """Return one side of a product with its contracted axes as one, the last."""
     numbers = equation.params["dimension_numbers"]
     if equation.primitive.name == "dot_general":
-        summed = numbers[0][side]
-        rest = [axis for axis in range(value.ndim) if axis not in summed]
-        return value.transpose(*rest, *summed).reshape(*(value.shape[axis] for axis in rest), -1)
+        contracted = numbers[0][side]
+        free = [axis for axis in range(value.ndim) if axis not in contracted]
+        shape = [value.shape[axis] for axis in free]
+        return value.transpose(*free, *contracted).reshape(*shape, -1)
     batch, channels, *space = numbers.rhs_spec if side else numbers.lhs_spec
     value = value.transpose(batch, *space, channels)
     # The batch axis of a convolution is of one example.
     return value[0] if value.shape[0] == 1 else value
 
 
-def _axis_of_features(equation: Any, marks: Sequence[Any], weights: int | None) -> int | None:
-    """Return the axis of a result along which weights made features, if known."""
-    name, params, out = equation.primitive.name, equation.params, equation.outvars[0].aval
+def _axis_of_features(equation: Any, marks: Sequence[Any], side: int | None) -> int | None:
+    """Return the axis of a result along which weights made features, if known.
+
+    `side` is the side of the weights in a product.
+    """
+    name = equation.primitive.name
+    params = equation.params
     if name == "conv_general_dilated":
         return params["dimension_numbers"].out_spec[1]
     if name == "dot_general":
-        if weights is None:
+        if side is None:
             return None
-        summed, batch = (numbers[weights] for numbers in params["dimension_numbers"])
-        free = equation.invars[weights].aval.ndim - len(summed) - len(batch)
-        return None if free != 1 else out.ndim - 1 if weights else len(batch)
-    known = [
-        (mark.axis, atom.aval)
-        for mark, atom in zip(marks, equation.invars, strict=True)
-        if mark is not None
-    ]
-    known = [(axis, one) for axis, one in known if axis is not None]
+        contracted, batch = params["dimension_numbers"]
+        num_free = equation.invars[side].aval.ndim - len(contracted[side]) - len(batch[side])
+        if num_free != 1:
+            return None
+        return equation.outvars[0].aval.ndim - 1 if side else len(batch[side])
+
+    shape_of_axis = {}
+    for mark, atom in zip(marks, equation.invars, strict=True):
+        if mark is not None and mark.axis is not None:
+            shape_of_axis.setdefault(mark.axis, atom.aval.shape)
     # A wrong axis fails silently in measures: an uncertain one is left out.
-    if len({axis for axis, _ in known}) != 1 or name in ("gather", "scan", "while", "cond"):
+    if len(shape_of_axis) != 1 or name in ("gather", "scan", "while", "cond"):
         return None
-    axis, one = known[0]
-    dropped = (
-        params.get("dimensions" if name == "squeeze" else "axes", ()) if out.ndim < one.ndim else ()
-    )
+    ((axis, shape),) = shape_of_axis.items()
+    return _axis_after(equation, axis, shape)
+
+
+def _axis_after(equation: Any, axis: int, shape: tuple[int, ...]) -> int | None:
+    """Return the axis of an operation's result that an axis of its operand becomes, if known."""
+    name = equation.primitive.name
+    params = equation.params
     if name == "transpose":
         return params["permutation"].index(axis)
     if name == "broadcast_in_dim":
         return params["broadcast_dimensions"][axis]
-    if axis in dropped or out.ndim != one.ndim - len(dropped):
+
+    out_shape = equation.outvars[0].aval.shape
+    dropped = ()
+    if len(out_shape) < len(shape):
+        dropped = params.get("dimensions" if name == "squeeze" else "axes", ())
+    if axis in dropped or len(out_shape) != len(shape) - len(dropped):
         return None
-    place = axis - sum(other < axis for other in dropped)
-    return place if out.shape[place] == one.shape[axis] else None
+    out_axis = axis - sum(dimension < axis for dimension in dropped)
+    return out_axis if out_shape[out_axis] == shape[axis] else None
 
 
 @validated
@@ -284,35 +332,34 @@ def representations(
         {'layers[0]': (5, 8), 'layers[1]': (5, 8), 'logits': (5, 3)}
     """
     # A registered function may close over what changes.
-    may_cache = representations_of_example.dispatch(
-        type(model)
-    ) is representations_of_example.dispatch(object)
+    function_of = representations_of_example.dispatch
+    may_cache = function_of(type(model)) is function_of(object)
     return evaluated(_representations, model, to_device(inputs), call, may_cache=may_cache)
 
 
 def _representations(model: Any, inputs: Array, call: Call | None) -> Layers:
     def layers(x: Array) -> Layers:
-        found = (
-            representations_of_example(model, x)
-            if call is None
-            else seen_by_weights(model, x, call)
-        )
-        return found if isinstance(found, Layers) else Layers(found)
+        if call is not None:
+            return seen_by_weights(model, x, call)
+        arrays = representations_of_example(model, x)
+        return arrays if isinstance(arrays, Layers) else Layers(arrays)
 
     # A wrong example fails here with a clear message, and not within `vmap`.
-    check_takes("model", layers, jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype))
+    example = jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype)
+    check_takes("model", layers, example)
     return jax.vmap(layers)(inputs)
 
 
 @validated
 def member_representations(models: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Layers:
-    """Return the `representations` [members, n, ...] of stacked members, all on the same inputs [n, ...].
+    """Return the `representations` [members, n, ...] of stacked members.
+
+    All members get the same inputs [n, ...].
 
     Raises:
         TypeError: If the models have no representations, or do not accept such examples.
         ValueError: If the models are one network.
     """
     count(models)
-    return eqx.filter_vmap(representations, in_axes=(eqx.if_array(0), None))(
-        models, to_device(inputs)
-    )
+    over_members = eqx.filter_vmap(representations, in_axes=(eqx.if_array(0), None))
+    return over_members(models, to_device(inputs))

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "house_style", "style_path", "letter", "look", "color", "band", "differences", "heat", "log_height", "drawn_as",
-    "summarise", "show", "table",
+    "house_style", "style_path", "letter", "look", "color", "band", "differences", "heat",
+    "log_height", "drawn_as", "summarise", "show", "table",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

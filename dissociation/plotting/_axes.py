@@ -77,8 +77,10 @@ class Summary(NamedTuple):
 
     def interval(self) -> tuple[np.ndarray, np.ndarray]:
         """Return both ends of Student's interval at `LEVEL`, NaN for fewer than two members."""
-        quantile = stdtrit(np.maximum(self.finite - 1, 1), 0.5 + 0.5 * LEVEL)
-        half = quantile * self.deviation / np.sqrt(np.maximum(self.finite, 1))
+        num_finite = np.maximum(self.finite, 1)
+        num_degrees = np.maximum(self.finite - 1, 1)
+        quantile = stdtrit(num_degrees, 0.5 + 0.5 * LEVEL)
+        half = quantile * self.deviation / np.sqrt(num_finite)
         return self.mean - half, self.mean + half
 
 
@@ -98,14 +100,14 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
         (2.0, 1.414, 2)
     """
     values = np.asarray(values, float)
-    finite = np.isfinite(values)
+    is_finite = np.isfinite(values)
     # The NaN of a diverged member must not spread to the mean.
-    count = finite.sum(0)
-    mean = np.where(count > 0, np.where(finite, values, 0.0).sum(0) / np.maximum(count, 1), np.nan)
-    squares = (np.where(finite, values - mean, 0.0) ** 2).sum(0)
-    return Summary(
-        mean, np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan), count
-    )
+    count = is_finite.sum(0)
+    total = np.where(is_finite, values, 0.0).sum(0)
+    mean = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    squares = (np.where(is_finite, values - mean, 0.0) ** 2).sum(0)
+    deviation = np.sqrt(squares / np.maximum(count - 1, 1))
+    return Summary(mean, np.where(count > 1, deviation, np.nan), count)
 
 
 def draws_each(curves: Real[np.ndarray, "members *points"]) -> bool:
@@ -114,12 +116,15 @@ def draws_each(curves: Real[np.ndarray, "members *points"]) -> bool:
     curves = curves[np.isfinite(curves).any(1)]
     if len(curves) < FEW:
         return True
-    known = np.sort(curves[:, np.isfinite(curves).all(0)], 0)
-    if known.size == 0:
+    is_complete = np.isfinite(curves).all(0)
+    ordered = np.sort(curves[:, is_complete], 0)
+    if ordered.size == 0:
         return True
     # An interval would hide a gap between two groups of members.
-    gaps, ranges = np.diff(known, axis=0)[1:-1], known[-1] - known[0]
-    return bool(((gaps > ranges * 2 / 3) & (gaps > 0.1 * np.ptp(known))).any())
+    gaps = np.diff(ordered, axis=0)[1:-1]
+    ranges = ordered[-1] - ordered[0]
+    is_wide = (gaps > ranges * 2 / 3) & (gaps > 0.1 * np.ptp(ordered))
+    return bool(is_wide.any())
 
 
 def band(
@@ -131,7 +136,9 @@ def band(
     within: tuple[float | int, float | int] = (-np.inf, np.inf),
     **line: Any,
 ) -> None:
-    """Draw the mean over members with a band of Student's interval, or with a thin line per member, see `draws_each`.
+    """Draw the mean over members with a band of Student's interval, or with a line per member.
+
+    `draws_each` decides between band and lines.
 
     Args:
         axes: Axes to draw on.
@@ -146,18 +153,15 @@ def band(
     summary = summarise(curves)
     if not np.isfinite(summary.mean).any():
         line.pop("markevery", None)  # it needs a finite point
-    (drawn,) = axes.plot(x, summary.mean, label=label, **line)
+    (mean_line,) = axes.plot(x, summary.mean, label=label, **line)
+    line_color = mean_line.get_color()
     if not draws_each(curves):
-        low, high = (np.clip(edge, *within) for edge in summary.interval())
-        axes.fill_between(x, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
+        low, high = (np.clip(end, *within) for end in summary.interval())
+        axes.fill_between(x, low, high, color=line_color, alpha=0.2, linewidth=0)
     elif len(curves) > 1:
-        thin: dict[str, Any] = {
-            "color": drawn.get_color(),
-            "linewidth": 0.35,
-            "alpha": 0.7,
-            "zorder": 1.5,
-        }
-        axes.plot(x, np.asarray(curves).T, marker="." if len(x) == 1 else None, **thin)
+        thin: dict[str, Any] = {"color": line_color, "linewidth": 0.35, "alpha": 0.7, "zorder": 1.5}
+        marker = "." if len(x) == 1 else None
+        axes.plot(x, np.asarray(curves).T, marker=marker, **thin)
 
 
 def drawn_as(*curves: Real[np.ndarray, "..."], members: str = "seeds") -> str:
@@ -167,21 +171,18 @@ def drawn_as(*curves: Real[np.ndarray, "..."], members: str = "seeds") -> str:
         >>> drawn_as(np.zeros((4, 9)))
         'Lines are means over 4 seeds, thin lines the seeds.'
     """
-    counts = sorted({len(one) for one in curves})
+    counts = sorted({len(curve) for curve in curves})
     number = " to ".join(dict.fromkeys((str(counts[0]), str(counts[-1]))))
-    each = {draws_each(one) for one in curves}
     lines = f"Lines are means over {number} {members}"
     if counts[-1] == 1:
         return f"Lines are of one of the {members}."
-    if each == {True}:
+    num_with_lines = sum(map(draws_each, curves))
+    if num_with_lines == len(curves):
         return f"{lines}, thin lines the {members}."
     student = f"{lines}, bands their {100 * LEVEL:g} % Student intervals"
-    these = (
-        f"; where {members} are few or fall into two groups, thin lines are these"
-        if True in each
-        else ""
-    )
-    return f"{student}{these}."
+    if num_with_lines == 0:
+        return f"{student}."
+    return f"{student}; where {members} are few or fall into two groups, thin lines are these."
 
 
 def differences(
@@ -192,7 +193,9 @@ def differences(
     names: Mapping[str, str] | None = None,
     looks: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Draw each variant minus the first, member by member, and name variants within 5 % of the largest difference.
+    """Draw each variant minus the first, member by member.
+
+    Variants within 5 % of the largest difference are named in a text.
 
     Args:
         axes: Axes to draw on.
@@ -201,20 +204,24 @@ def differences(
         names: Names in the legend, by default the keys of `curves`.
         looks: Options of the lines, by variant.
     """
-    first, *others = curves
-    names = dict(zip(curves, curves, strict=True)) if names is None else names
-    paired = {name: curves[name] - curves[first] for name in others}
+    first, *variants = curves
+    if names is None:
+        names = {name: name for name in curves}
     axes.axhline(0, color="black", linewidth=0.5)
-    for name, values in paired.items():
-        band(axes, x, values, label=names[name], **looks[name])
-    sizes = {name: float(np.nanmax(np.abs(values), initial=0.0)) for name, values in paired.items()}
+    sizes = {}
+    for name in variants:
+        paired = curves[name] - curves[first]
+        band(axes, x, paired, label=names[name], **looks[name])
+        sizes[name] = float(np.nanmax(np.abs(paired), initial=0.0))
+
     # Curves near zero would coincide with the axis.
-    flat = [name for name in others if sizes[name] <= 0.05 * max(sizes.values())]
+    flat = [name for name in variants if sizes[name] <= 0.05 * max(sizes.values())]
     if flat:
-        most = max(sizes[name] for name in flat)
+        largest = max(sizes[name] for name in flat)
+        size = f"at most {largest:.1g}" if largest else "no difference"
         words = textwrap.fill(", ".join(names[name] for name in flat), 26)
-        said = f"{words}:\n{f'at most {most:.1g}' if most else 'no difference'}"
-        axes.text(0.98, 1.0, said, transform=axes.transAxes, ha="right", va="top", fontsize="small")
+        text = f"{words}:\n{size}"
+        axes.text(0.98, 1.0, text, transform=axes.transAxes, ha="right", va="top", fontsize="small")
         low, high = axes.get_ylim()
         # The text needs room above the curves.
         axes.set_ylim(low, high + 0.25 * (high - low))
@@ -224,19 +231,19 @@ def look(index: int) -> dict[str, Any]:
     """Return the colour, dashes and sparse markers of curve `index`."""
     # Offsets by curve, so that markers of neighbouring curves do not coincide.
     kind = index % len(MARKERS)
-    marks: dict[str, Any] = {
+    return {
+        "color": color(index),
+        "linestyle": DASHES[kind],
         "marker": MARKERS[kind],
         "markevery": (0.02 + 0.03 * kind, 0.25),
         "markersize": 2.2,
     }
-    return {"color": color(index), "linestyle": DASHES[kind], **marks}
 
 
 @functools.cache
 def _colors() -> list[str]:
-    return mpl.rc_params_from_file(style_path(), use_default_template=False)[
-        "axes.prop_cycle"
-    ].by_key()["color"]
+    style = mpl.rc_params_from_file(style_path(), use_default_template=False)
+    return style["axes.prop_cycle"].by_key()["color"]
 
 
 def color(index: int) -> str:
@@ -251,28 +258,37 @@ def log_height(axes: Axes) -> None:
     low, high = axes.get_ylim()
     if high > 200 * low:
         return
-    narrow = high < 5 * low
-    axes.yaxis.set_major_locator(MaxNLocator(5) if narrow else LogLocator(subs=(1, 2, 5)))
+    is_narrow = high < 5 * low
+    locator = MaxNLocator(5) if is_narrow else LogLocator(subs=(1, 2, 5))
+    axes.yaxis.set_major_locator(locator)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda height, _: f"{height:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    if narrow:
+    if is_narrow:
         axes.yaxis.set_minor_locator(NullLocator())
 
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the options of `look` by curve name, with a broad first line."""
-    found = {name: look(index) for index, name in enumerate(names)}
+    look_of_name = {name: look(index) for index, name in enumerate(names)}
     # Curves that coincide with the first one stay visible on a broad line.
-    found[next(iter(found))] |= {"linewidth": 2.0, "alpha": 0.6}
-    return found
+    first = next(iter(look_of_name.values()))
+    first |= {"linewidth": 2.0, "alpha": 0.6}
+    return look_of_name
 
 
 def letter(*panels: Axes) -> None:
     """Write a, b, c, ..., A, B, ... in bold at the panels' upper left corners."""
     for mark, panel in zip(string.ascii_letters, panels, strict=False):
-        place = {"xycoords": "axes fraction", "xytext": (-3, 3), "textcoords": "offset points"}
         panel.annotate(
-            mark, (0, 1), ha="right", va="bottom", fontweight="bold", fontsize=7, **place
+            mark,
+            (0, 1),
+            xycoords="axes fraction",
+            xytext=(-3, 3),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            fontweight="bold",
+            fontsize=7,
         )
 
 
@@ -308,7 +324,8 @@ def save_figure(figure: Figure, stem: str | os.PathLike[str]) -> list[Path]:
     paths = [target.with_name(target.name + suffix) for suffix in (".pdf", ".png")]
     with house_style():
         for path in paths:
-            drawn = io.BytesIO()  # on a full disk, a PDF writer would raise again when it is closed
-            figure.savefig(drawn, format=path.suffix[1:])
-            write_bytes(path, drawn.getvalue())
+            # On a full disk, a PDF writer would raise again when it is closed.
+            contents = io.BytesIO()
+            figure.savefig(contents, format=path.suffix[1:])
+            write_bytes(path, contents.getvalue())
     return paths

@@ -24,7 +24,9 @@ class Shown:
     def __init__(self, value: Any):
         self._value = value
         self.text = re.sub(r" at 0x[0-9a-f]+", "", eqx.tree_pformat(value))
-        self.png = _image(np.asarray(value)) if _is_picture(value) else None
+        self.png = None
+        if _is_picture(value):
+            self.png = _image(np.asarray(value))
 
     def __repr__(self) -> str:
         return self.text
@@ -33,14 +35,14 @@ class Shown:
         # Imported late, because figures do not need it.
         import treescope
 
+        text = html.escape(self.text)
         if self.png is None:
-            still = f"<pre>{html.escape(self.text)}</pre>"
+            still = f"<pre>{text}</pre>"
         else:
             # treescope needs JavaScript, so a still image or text comes first.
             encoded = base64.b64encode(self.png).decode()
             still = (
-                f'<img alt="{html.escape(self.text)}" style="max-width: 100%" '
-                f'src="data:image/png;base64,{encoded}">'
+                f'<img alt="{text}" style="max-width: 100%" src="data:image/png;base64,{encoded}">'
             )
         with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
             moving = treescope.render_to_html(self._value)
@@ -51,7 +53,9 @@ class Shown:
 
 
 def show(value: Any) -> Shown:
-    """Return a view for a notebook: a model as text, an array as an image, and both in treescope's interactive view.
+    """Return a view for a notebook: a model as text, an array as an image.
+
+    Both are also in treescope's interactive view.
 
     Args:
         value: A PyTree. An array of two axes is an image, one of three axes a row of images, in
@@ -83,19 +87,20 @@ def _image(array: np.ndarray) -> bytes:
     from matplotlib.image import imsave
 
     images = np.atleast_3d(array.T).T.astype(float)
-    gap = np.full((images.shape[1], 1), np.nan)
-    row = np.hstack([part for image in images for part in (image, gap)][:-1])
+    # Gaps between images are NaN.
+    padded = np.pad(images, ((0, 0), (0, 0), (0, 1)), constant_values=np.nan)
+    row = np.hstack(padded)[:, :-1]
     largest = np.nanmax(np.abs(row), initial=0.0) or 1.0
     if (row < 0).any():
         colours = mpl.colormaps["RdBu_r"](0.5 + 0.5 * row / largest)
     else:
         colours = mpl.colormaps["gray"](row / largest)
-    # Gaps between images, which are NaN, become white.
-    colours[np.isnan(row)] = 1.0
+    colours[np.isnan(row)] = 1.0  # white
     # An integer factor keeps pixels sharp.
-    times = max(1, _HEIGHT // len(row))
+    factor = max(1, _HEIGHT // len(row))
+    pixel = np.ones((factor, factor, 1))
     buffer = io.BytesIO()
-    imsave(buffer, np.kron(colours, np.ones((times, times, 1))), format="png")
+    imsave(buffer, np.kron(colours, pixel), format="png")
     return buffer.getvalue()
 
 
@@ -103,19 +108,24 @@ class Table:
     """Table that notebooks show as HTML and `print` writes in columns."""
 
     def __init__(self, rows: Sequence[Sequence[str]]):
-        self.rows = [[str(cell) for cell in row] for row in rows]
+        self.rows = [list(map(str, row)) for row in rows]
 
     def __repr__(self) -> str:
         widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in self.rows)
+        lines = []
+        for row in self.rows:
+            line = "  ".join(map(str.ljust, row, widths))
+            lines.append(line.rstrip())
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        names, *rows = ([html.escape(cell) for cell in row] for row in self.rows)
-        head = "".join(f'<th scope="col">{name}</th>' for name in names)
-        body = "\n".join(
-            f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>'
-            for first, *others in rows
-        )
+        names, *rows = self.rows
+        head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in names)
+        table_rows = []
+        for first, *row in rows:
+            cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+            table_rows.append(f'<tr><th scope="row">{html.escape(first)}</th>{cells}</tr>')
+        body = "\n".join(table_rows)
         table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
         return f'<div style="overflow-x: auto">{table}</div>'
 
@@ -134,7 +144,7 @@ def table(rows: Sequence[Sequence[str]]) -> Table:
         seed  error
         0     1.89 %
     """
-    if not rows or len({len(row) for row in rows}) > 1:
-        lengths = [len(row) for row in rows]
+    lengths = [len(row) for row in rows]
+    if len(set(lengths)) != 1:
         checks.fail("rows", "be at least one row, all of the same length", f"row lengths {lengths}")
     return Table(rows)

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "fit_classifiers", "train_mnist", "fresh_networks", "cross_entropy", "train_bilinear", "train_grokking",
-    "initial_models", "observation_steps", "squared_error", "CheapMeasures", "train_compression",
+    "fit_classifiers", "train_mnist", "fresh_networks", "cross_entropy", "train_bilinear",
+    "train_grokking", "initial_models", "observation_steps", "squared_error", "CheapMeasures",
+    "train_compression",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

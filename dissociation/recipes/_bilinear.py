@@ -74,32 +74,38 @@ def train_bilinear(
     sizes = {"inputs": dataset.num_pixels, "hidden": hidden, "classes": dataset.num_classes}
     build = eqx.filter_vmap(lambda k: BilinearNetwork(**sizes, **(network or {}), key=k))
     models = build(jax.random.split(build_key, num_seeds))
+
     # A small dataset may have fewer images than a batch.
-    batch_size = min(batch_size, len(dataset.train_images))
-    epoch_steps = steps_per_epoch(len(dataset.train_images), batch_size, drop_remainder=True)
-    data = jnp.asarray(dataset.train_images), jnp.asarray(dataset.train_labels)
+    num_images = len(dataset.train_images)
+    batch_size = min(batch_size, num_images)
+    epoch_steps = steps_per_epoch(num_images, batch_size, drop_remainder=True)
+    images = jnp.asarray(dataset.train_images)
+    labels = jnp.asarray(dataset.train_labels)
     splits = {
-        "train": tuple(part[:num_observed] for part in data),
+        "train": (images[:num_observed], labels[:num_observed]),
         "validation": (jnp.asarray(dataset.test_images), jnp.asarray(dataset.test_labels)),
     }
 
     def observe(model: BilinearNetwork, step: Array, key: Array) -> dict[str, Array]:
-        found = dict[str, Array]()
+        observed = {}
         for split, examples in splits.items():
-            found[f"{split}_loss"], found[f"{split}_accuracy"] = loss_and_accuracy(model, *examples)
-        return found
+            loss, accuracy = loss_and_accuracy(model, *examples)
+            observed[f"{split}_loss"] = loss
+            observed[f"{split}_accuracy"] = accuracy
+        return observed
 
     # Traced: other values do not compile again.
     settings = {"learning_rate": learning_rate, "weight_decay": weight_decay}
     settings |= {"num_epochs": num_epochs, "epoch_steps": epoch_steps}
+    hyperparams = {name: jnp.full(num_seeds, float(value)) for name, value in settings.items()}
     return fit(
         models,
         make_step(noisy_cross_entropy(noise), _optimizer),
         # Batches of one size compile one step.
-        Epochs(data, batch_size, drop_remainder=True),
+        Epochs((images, labels), batch_size, drop_remainder=True),
         num_epochs=num_epochs,
         key=fit_key,
-        hyperparams={name: jnp.full(num_seeds, float(value)) for name, value in settings.items()},
+        hyperparams=hyperparams,
         save=Save(observe),
         **options,
     )
@@ -108,9 +114,8 @@ def train_bilinear(
 def _optimizer(settings: dict[str, Any]) -> optax.GradientTransformation:
     def rate(step: ArrayLike) -> Array:
         epoch = jnp.floor(jnp.asarray(step) / settings["epoch_steps"])
-        return (
-            0.5 * settings["learning_rate"] * (1 + jnp.cos(jnp.pi * epoch / settings["num_epochs"]))
-        )
+        phase = jnp.pi * epoch / settings["num_epochs"]
+        return 0.5 * settings["learning_rate"] * (1 + jnp.cos(phase))
 
     return optax.adamw(rate, weight_decay=settings["weight_decay"])
 
@@ -120,7 +125,8 @@ def loss_and_accuracy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return mean cross entropy and accuracy; NaN for a diverged network."""
     logits = jax.vmap(model)(images)
-    return jnp.mean(optax.softmax_cross_entropy(logits, labels)), 1 - error_rate(logits, labels)
+    loss = jnp.mean(optax.softmax_cross_entropy(logits, labels))
+    return loss, 1 - error_rate(logits, labels)
 
 
 def noisy_cross_entropy(
@@ -131,8 +137,7 @@ def noisy_cross_entropy(
 
     def loss(model: BilinearNetwork, batch: tuple[Array, Array], key: Array) -> Array:
         images, labels = batch
-        return loss_and_accuracy(
-            model, images + scale * normal(key, images.shape, images.dtype), labels
-        )[0]
+        images = images + scale * normal(key, images.shape, images.dtype)
+        return loss_and_accuracy(model, images, labels)[0]
 
     return loss

@@ -56,18 +56,19 @@ def train_compression(
         The autoencoder. Information about its code is a lower bound of that about the image.
     """
     check_sizes(code=code, num_epochs=num_epochs, batch_size=batch_size)
-    build, order = jax.random.split(key)
-    first, second = jax.random.split(build)
-    model = Autoencoder(Encoder(code, key=first), Decoder(code, key=second))
+    build_key, order_key = jax.random.split(key)
+    encoder_key, decoder_key = jax.random.split(build_key)
+    model = Autoencoder(Encoder(code, key=encoder_key), Decoder(code, key=decoder_key))
     # The sampler drops the last, smaller batch of an epoch.
-    steps = num_epochs * max(1, len(images) // batch_size)
+    num_steps = num_epochs * max(1, len(images) // batch_size)
+    rate = optax.cosine_decay_schedule(2e-3, num_steps)
     trained = fit(
         stack([model]),
-        make_step(reconstruction_error, optax.adam(optax.cosine_decay_schedule(2e-3, steps))),
+        make_step(reconstruction_error, optax.adam(rate)),
         # Batches of one size compile one step.
         Epochs(images, min(batch_size, len(images)), drop_remainder=True),
         num_epochs=num_epochs,
-        key=order,
+        key=order_key,
         **options,
     )
     return member(trained.models, 0)
@@ -82,9 +83,7 @@ def reconstruction_error(model: Autoencoder, batch: Images, key: Array) -> Float
 @eqx.filter_jit
 def encode(model: Autoencoder, images: Images) -> Float[Array, "n code"]:
     """Return codes of images, in slices of 500, which bound the memory of the convolutions."""
-    parts = jnp.split(
-        jnp.asarray(images).reshape(-1, 28, 28), list(range(500, images.shape[0], 500))
-    )
-    return jnp.concatenate(
-        [jax.vmap(model.encoder)(part) for part in parts]
-    )  # no loop: see `training.fit`
+    squares = jnp.asarray(images).reshape(-1, 28, 28)
+    slices = jnp.split(squares, list(range(500, images.shape[0], 500)))
+    # No loop of JAX: see `training.fit`.
+    return jnp.concatenate([jax.vmap(model.encoder)(batch) for batch in slices])

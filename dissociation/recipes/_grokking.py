@@ -41,8 +41,11 @@ from dissociation.training._samplers import Epochs
 from dissociation.training._state import make_step
 from dissociation.training._sweeps import Grid
 
-PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
-"""Mean and deviation of MNIST's training pixels in [0, 1]."""
+PIXEL_MEAN = 0.1307
+"""Mean of MNIST's training pixels in [0, 1]."""
+
+PIXEL_DEVIATION = 0.3081
+"""Standard deviation of MNIST's training pixels in [0, 1]."""
 
 
 def standardised(images: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
@@ -63,9 +66,9 @@ def observation_steps(num_steps: int) -> Int[np.ndarray, " times"]:
     """
     total = check_count("num_steps", num_steps, minimum=1)
     later = np.rint(np.arange(1, 151) * total / 150).astype(int)
-    steps = np.unique(
-        np.concatenate([np.arange(30), np.arange(30, 151, 10), later[later > 150], [total]])
-    )
+    later = later[later > 150]
+    steps = np.concatenate([np.arange(30), np.arange(30, 151, 10), later, [total]])
+    steps = np.unique(steps)
     return steps[steps <= total]
 
 
@@ -118,55 +121,48 @@ def train_grokking(
     for seed in seeds:
         check_seed("seeds", seed)
     check_non_negative("weight_decays", weight_decays)
-    count = check_count("num_train", num_train, minimum=1)
-    if count > len(dataset.train_images):
-        fail(
-            "num_train",
-            f"be at most the number of training images ({len(dataset.train_images)})",
-            num_train,
-        )
+    num_images = check_count("num_train", num_train, minimum=1)
+    num_available = len(dataset.train_images)
+    if num_images > num_available:
+        requirement = f"be at most the number of training images ({num_available})"
+        fail("num_train", requirement, num_train)
     times = observation_steps(num_steps)
     if not np.isin(measure_at, times).all():
-        fail(
-            "measure_at",
-            "be steps of `observation_steps(num_steps)`",
-            sorted(set(measure_at) - set(times.tolist())),
-        )
+        unobserved = sorted(set(measure_at) - set(times.tolist()))
+        fail("measure_at", "be steps of `observation_steps(num_steps)`", unobserved)
+
     grid = Grid(weight_decay=weight_decays, seed=seeds)
     keys = jnp.stack([jax.random.PRNGKey(seed) for seed in grid.values["seed"].tolist()])
     # Keys of a seed alone: members of different weight decay must differ by nothing else.
     init_keys, fit_keys = (
         jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(keys) for i in range(2)
     )
-    # Images of a CNN have a fixed size.
-    sizes = {
-        "classes": dataset.num_classes,
-        **({"inputs": dataset.num_pixels} if network == "mlp" else {}),
-    }
+    sizes = {"classes": dataset.num_classes}
+    if network == "mlp":  # images of a CNN have a fixed size
+        sizes["inputs"] = dataset.num_pixels
     models = initial_models(init_keys, init_scale, network, {**sizes, **(options or {})})
-    images, labels = (
-        standardised(dataset.train_images[:count]),
-        jnp.asarray(dataset.train_labels[:count]),
-    )
+
+    images = standardised(dataset.train_images[:num_images])
+    labels = jnp.asarray(dataset.train_labels[:num_images])
     rates = grid.hyperparams("weight_decay") | {
         "learning_rate": jnp.full(len(grid), learning_rate, float)
     }
-    cheap = CheapMeasures(
-        images, labels, standardised(dataset.test_images), jnp.asarray(dataset.test_labels)
-    )
-    asked = jnp.asarray(measure_at, int)
+    test_images = standardised(dataset.test_images)
+    cheap_measures = CheapMeasures(images, labels, test_images, jnp.asarray(dataset.test_labels))
+    measured_steps = jnp.asarray(measure_at, int)
 
     def observe(model: MLP | CNN, step: Array, key: Array) -> dict[str, Any]:
-        found: dict[str, Any] = cheap(model)
+        observed: dict[str, Any] = cheap_measures(model)
         if measures is None:
-            return found
-        expensive: Any = measures
+            return observed
+        slow_measures: Any = measures
         # Both branches of `cond` must return the same shapes.
-        like = jax.eval_shape(expensive, model, key)
-        empty = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), like)
-        found, model = after(found, model)
-        measure = lambda: expensive(model, key)  # noqa: E731
-        return {**found, "expensive": jax.lax.cond(jnp.any(asked == step), measure, lambda: empty)}
+        structs = jax.eval_shape(slow_measures, model, key)
+        empty = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), structs)
+        observed, model = after(observed, model)
+        is_measured = jnp.any(measured_steps == step)
+        measured = jax.lax.cond(is_measured, lambda: slow_measures(model, key), lambda: empty)
+        return {**observed, "expensive": measured}
 
     return fit(
         models,
@@ -200,23 +196,19 @@ def initial_models(
     scales = np.atleast_1d(np.asarray(init_scale, float))
     check_positive("init_scale", scales)
     if scales.shape not in ((1,), (len(keys),)):
-        fail(
-            "init_scale",
-            f"be one number, or one for each of the {len(keys)} members",
-            f"shape {scales.shape}",
-        )
-    return _scaled(
-        keys, jnp.broadcast_to(jnp.asarray(scales, float), (len(keys),)), network, options or {}
-    )
+        requirement = f"be one number, or one for each of the {len(keys)} members"
+        fail("init_scale", requirement, f"shape {scales.shape}")
+    scales = jnp.broadcast_to(jnp.asarray(scales, float), (len(keys),))
+    return _scaled(keys, scales, network, options or {})
 
 
 @eqx.filter_jit
 def _scaled(keys: PRNGKeys, scales: Array, network: str, options: dict[str, Any]) -> PyTree:
     def build(key: Array, scale: Array) -> eqx.Module:
-        model = (MLP if network == "mlp" else CNN)(**options, key=key)
-        return jax.tree.map(
-            lambda leaf: scale * leaf if eqx.is_inexact_array(leaf) else leaf, model
-        )
+        network_type = MLP if network == "mlp" else CNN
+        parameters, static = eqx.partition(network_type(**options, key=key), eqx.is_inexact_array)
+        parameters = jax.tree.map(lambda leaf: scale * leaf, parameters)
+        return eqx.combine(parameters, static)
 
     return eqx.filter_vmap(build)(keys, scales)
 
@@ -224,8 +216,8 @@ def _scaled(keys: PRNGKeys, scales: Array, network: str, options: dict[str, Any]
 OPTIMIZERS: dict[str, Callable[[dict[str, Any]], optax.GradientTransformation]] = {
     "adamw": lambda rates: optax.adamw(rates["learning_rate"], weight_decay=rates["weight_decay"]),
     # The decay comes first, so that the learning rate multiplies it as in AdamW.
-    "sgd": lambda h: optax.chain(
-        optax.add_decayed_weights(h["weight_decay"]), optax.sgd(h["learning_rate"])
+    "sgd": lambda rates: optax.chain(
+        optax.add_decayed_weights(rates["weight_decay"]), optax.sgd(rates["learning_rate"])
     ),
 }
 
@@ -253,37 +245,43 @@ class CheapMeasures(eqx.Module):
     labels: Float[Array, "m classes"]
 
     def __call__(self, model: eqx.Module) -> dict[str, Array]:
-        """Return accuracies, losses per image and measures of collapse by name, with prefix "test_" for test images.
+        """Return accuracies, losses per image and measures of collapse by name.
 
-        "nc4_score" uses centres of training images. "weight_norm" is the Frobenius norm of all
-        weights, "head_norm" of the last layer's, without biases.
+        Names of test images have the prefix "test_". "nc4_score" uses centres of training images.
+        "weight_norm" is the Frobenius norm of all weights, "head_norm" of the last layer's, without
+        biases.
         """
         classifier, _ = linear_head(model)
         # Biases have one axis.
         weights = [
             leaf for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf) and leaf.ndim > 1
         ]
-        norms = [
-            jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in part)) for part in (weights, [classifier])
-        ]
-        found: dict[str, Array] = dict(zip(("weight_norm", "head_norm"), norms, strict=True))
+        measured = {"weight_norm": _norm(weights), "head_norm": _norm([classifier])}
         centres = None
-        data = (self.train_images, self.train_labels), (self.images, self.labels)
-        for split, (images, labels) in zip(("train", "test"), data, strict=True):
-            seen = representations(model, images)
-            features, logits = seen["features"], seen["logits"]
-            truth = jnp.argmax(labels, 1)
+        examples_of_prefix = {
+            "": (self.train_images, self.train_labels),
+            "test_": (self.images, self.labels),
+        }
+        for prefix, (images, labels) in examples_of_prefix.items():
+            layers = representations(model, images)
+            features = layers["features"]
+            logits = layers["logits"]
+            classes = jnp.argmax(labels, 1)
+
             # Decompositions that XLA runs in parallel in one program on a CPU can wait for each
             # other for ever.
-            found, features = after(found, features)
-            moments = class_moments(features, truth, labels.shape[1], scatter=True)
-            centres = moments if centres is None else centres
+            measured, features = after(measured, features)
+            moments = class_moments(features, classes, labels.shape[1], scatter=True)
+            if centres is None:
+                centres = moments
             collapse = neural_collapse(moments)
             collapse, moments = after(collapse, moments)
             frame = simplex_frame(moments)
-            found[f"{split}_accuracy"] = 1 - error_rate(logits, labels)
-            found[f"{split}_loss"] = jnp.sum((logits - labels) ** 2) / labels.shape[0]
-            measured = {
+
+            split = prefix or "train_"
+            measured[f"{split}accuracy"] = 1 - error_rate(logits, labels)
+            measured[f"{split}loss"] = jnp.sum((logits - labels) ** 2) / labels.shape[0]
+            of_split = {
                 "within_class_variance": collapse.within,
                 "between_class_variance": collapse.between,
                 "scale_means": collapse.scale,
@@ -297,8 +295,10 @@ class CheapMeasures(eqx.Module):
                 "nc3_score": self_duality(moments, classifier),
                 "nc4_score": nearest_centre_agreement(features, logits, centres),
             }
-            found |= {
-                name if split == "train" else f"test_{name}": value
-                for name, value in measured.items()
-            }
-        return found
+            for name, measure in of_split.items():
+                measured[f"{prefix}{name}"] = measure
+        return measured
+
+
+def _norm(arrays: list[Array]) -> Array:
+    return jnp.sqrt(sum(jnp.sum(array**2) for array in arrays))

@@ -26,7 +26,8 @@ from dissociation.training._state import make_step
 
 DEFAULT_SEED = 37
 BATCH_SIZE = 128
-FIRST_RATE, LAST_RATE = 1e-1, 1e-6
+FIRST_RATE = 1e-1
+LAST_RATE = 1e-6
 IMAGE_NETWORKS = {"cnn": CNN, "resnet": ResNet, "transformer": Transformer}
 NETWORKS = ("mlp", *IMAGE_NETWORKS)
 
@@ -94,28 +95,33 @@ def fit_classifiers(
         A `FitResult` whose `history.observed` is `{"test_error", "test_loss"}`, [seeds, epochs + 1]
         each, or that of `observe`.
     """
-    key = jax.random.PRNGKey(DEFAULT_SEED) if key is None else key
-    data = load(dataset) if isinstance(dataset, str) else dataset
+    if key is None:
+        key = jax.random.PRNGKey(DEFAULT_SEED)
+    if isinstance(dataset, str):
+        dataset = load(dataset)
     check_sizes(num_seeds=num_seeds, width=width)
     check_choice("network", network, NETWORKS)
     keys = jax.random.split(key, num_seeds + 1)
-    models = _networks(
-        keys[:num_seeds], data.train_images.shape[1], data.train_labels.shape[1], width, network
-    )
+    num_images, num_inputs = dataset.train_images.shape
+    num_classes = dataset.train_labels.shape[1]
+    models = _networks(keys[:num_seeds], num_inputs, num_classes, width, network)
+
     # A small dataset may have fewer images than a batch.
-    batch_size = min(BATCH_SIZE, len(data.train_images))
-    total = num_epochs * steps_per_epoch(len(data.train_images), batch_size)
-    images_and_labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
+    batch_size = min(BATCH_SIZE, num_images)
+    num_steps = num_epochs * steps_per_epoch(num_images, batch_size)
+    # A schedule needs a step, also for no epochs.
+    rate = optax.linear_schedule(FIRST_RATE, LAST_RATE, max(num_steps, 1))
+    test_images = jnp.asarray(dataset.test_images)
+    test_labels = jnp.asarray(dataset.test_labels)
+    if observe is None:
+        observe = HeldOutPerformance(test_images, test_labels)
     return fit(
         models,
-        # A schedule needs a step, also for no epochs.
-        make_step(
-            cross_entropy, optax.sgd(optax.linear_schedule(FIRST_RATE, LAST_RATE, max(total, 1)))
-        ),
-        Epochs((data.train_images, data.train_labels), batch_size),
+        make_step(cross_entropy, optax.sgd(rate)),
+        Epochs((dataset.train_images, dataset.train_labels), batch_size),
         num_epochs=num_epochs,
         key=keys[num_seeds],
-        save=Save(HeldOutPerformance(*images_and_labels) if observe is None else observe),
+        save=Save(observe),
         callbacks=[Progress(progress)],
         mesh=mesh,
         checkpoint=checkpoint,
@@ -142,7 +148,7 @@ def fresh_networks(
 def _networks(
     keys: Array, num_inputs: int, num_classes: int, width: int, network: str = "mlp"
 ) -> Any:
-    def one(key: Array) -> eqx.Module:
+    def build(key: Array) -> eqx.Module:
         if network in IMAGE_NETWORKS:
             return IMAGE_NETWORKS[network](width, num_classes, key=key)
         return eqx.nn.MLP(
@@ -156,7 +162,7 @@ def _networks(
             key=key,
         )
 
-    return eqx.filter_vmap(one)(keys)
+    return eqx.filter_vmap(build)(keys)
 
 
 @validated
@@ -181,7 +187,7 @@ class HeldOutPerformance(eqx.Module):
     labels: Float[Array, "n classes"]
 
     def __call__(self, model: Any, step: Array, key: Array) -> dict[str, Float[Array, ""]]:
-        """Return `{"test_error", "test_loss"}`, the error between 0 and 1 or NaN, the loss in nats."""
+        """Return `{"test_error", "test_loss"}`: a fraction, or NaN, and a loss in nats."""
         logits = jax.vmap(model)(self.images)
         return {
             "test_error": error_rate(logits, self.labels),

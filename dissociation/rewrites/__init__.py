@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "neuron_groups", "NeuronGroup", "group_report", "scale", "permute", "rotate", "null_space", "null_perturb",
-    "compose", "check_groups", "Rewrite", "duplicate", "add_nuisance", "add_phantom", "plant_rsm", "plant_activity",
-    "PlantedActivity", "certify",
-    "Certificate", "layer_inputs", "refitted", "parameter_noise", "add_parameter_noise", "null_dimension",
-    "match_weights", "match_activations", "Matching", "interpolate", "renormalised", "barrier", "barriers", "canonical",
-    "fingerprint", "fingerprint_distance", "cka_range", "CkaRange", "approached", "linear_cka_range",
-    "similarity_bounds",
+    "neuron_groups", "NeuronGroup", "group_report", "scale", "permute", "rotate", "null_space",
+    "null_perturb", "compose", "check_groups", "Rewrite", "duplicate", "add_nuisance",
+    "add_phantom", "plant_rsm", "plant_activity", "PlantedActivity", "certify", "Certificate",
+    "layer_inputs", "refitted", "parameter_noise", "add_parameter_noise", "null_dimension",
+    "match_weights", "match_activations", "Matching", "interpolate", "renormalised", "barrier",
+    "barriers", "canonical", "fingerprint", "fingerprint_distance", "cka_range", "CkaRange",
+    "approached", "linear_cka_range", "similarity_bounds",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

@@ -35,15 +35,15 @@ def interpolate(a: Any, b: Any, share: Scalar) -> Any:
         The interpolated network. Recompute statistics of batch normalisation with `renormalised`.
     """
     check_alike(a, b)
-    arrays, rest = eqx.partition(a, eqx.is_inexact_array)
-    others = eqx.filter(b, eqx.is_inexact_array)
+    arrays, static = eqx.partition(a, eqx.is_inexact_array)
+    arrays_of_b = eqx.filter(b, eqx.is_inexact_array)
     share = jnp.asarray(share, float)
 
-    def between(one: Array, other: Array) -> Array:
-        own = share.astype(jnp.asarray(one).dtype)
-        return (1 - own) * one + own * other
+    def between(x, y):
+        weight = share.astype(jnp.asarray(x).dtype)
+        return (1 - weight) * x + weight * y
 
-    return eqx.combine(jax.tree.map(between, arrays, others), rest)
+    return eqx.combine(jax.tree.map(between, arrays, arrays_of_b), static)
 
 
 class Barrier(NamedTuple):
@@ -76,17 +76,18 @@ def barrier(loss: Callable[[Any], Array], a: Any, b: Any, *, num_points: int = 1
         Frankle et al. (2020), Linear mode connectivity and the lottery ticket hypothesis.
     """
     shares = jnp.linspace(0.0, 1.0, check_count("num_points", num_points, minimum=3))
-    found = eqx.filter_eval_shape(loss, a)
-    if (
-        not hasattr(found, "dtype")
-        or found.shape != ()
-        or jnp.issubdtype(found.dtype, jnp.complexfloating)
-    ):
-        fail_kind("loss", "return a single real number", found)
+    output = eqx.filter_eval_shape(loss, a)
+    is_number = hasattr(output, "dtype") and output.shape == ()
+    if not is_number or jnp.issubdtype(output.dtype, jnp.complexfloating):
+        fail_kind("loss", "return a single real number", output)
+
+    def loss_at(share):
+        return jnp.asarray(loss(interpolate(a, b, share)), float)
+
     # One point after another bounds the memory.
-    losses = jax.lax.map(lambda share: jnp.asarray(loss(interpolate(a, b, share)), float), shares)
-    excess = losses - ((1 - shares) * losses[0] + shares * losses[-1])
-    return Barrier(jnp.max(excess), losses, shares)
+    losses = jax.lax.map(loss_at, shares)
+    line = (1 - shares) * losses[0] + shares * losses[-1]
+    return Barrier(jnp.max(losses - line), losses, shares)
 
 
 class Barriers(NamedTuple):
@@ -104,10 +105,12 @@ class Barriers(NamedTuple):
 
     def __repr__(self) -> str:
         pairs = np.triu_indices(len(self.after), 1)
-        means = ", ".join(
-            f"{name}={getattr(self, name)[pairs].mean():.4g}" for name in ("before", "after")
+        before = self.before[pairs].mean()
+        after = self.after[pairs].mean()
+        return (
+            f"Barriers({len(pairs[0])} pairs of {len(self.after)} members, "
+            f"means before={before:.4g}, after={after:.4g})"
         )
-        return f"Barriers({len(pairs[0])} pairs of {len(self.after)} members, means {means})"
 
     def interval(self, of: str = "after", *, level: float = 0.9) -> MemberInterval:
         """Return the mean barrier over all pairs of members, with its jackknife interval.
@@ -154,20 +157,20 @@ def barriers(
     Raises:
         ValueError: If there are fewer than two members.
     """
-    number = count(models)
-    if number < 2:
-        fail("models", "be two members or more", number)
-    parts = [member(models, index) for index in range(number)]
-    before, after = np.zeros((2, number, number))
+    num_members = count(models)
+    if num_members < 2:
+        fail("models", "be two members or more", num_members)
+    members = [member(models, index) for index in range(num_members)]
+    before, after = np.zeros((2, num_members, num_members))
     matchings = {}
-    for i, j in combinations(range(number), 2):
-        found = matchings[i, j] = match_weights(
-            parts[i], parts[j], groups, num_starts=num_starts, key=key
-        )
-        before[i, j] = before[j, i] = _height(loss, parts[i], parts[j], num_points)
-        after[i, j] = after[j, i] = _height(
-            loss, parts[i], found.apply(parts[j], groups), num_points
-        )
+    for i, j in combinations(range(num_members), 2):
+        first = members[i]
+        second = members[j]
+        matching = match_weights(first, second, groups, num_starts=num_starts, key=key)
+        matchings[i, j] = matching
+        before[i, j] = before[j, i] = _height(loss, first, second, num_points)
+        matched = matching.apply(second, groups)
+        after[i, j] = after[j, i] = _height(loss, first, matched, num_points)
     return Barriers(before, after, matchings)
 
 
@@ -179,9 +182,10 @@ def _height(loss: Callable[[Any], Array], a: Any, b: Any, num_points: int) -> Ar
 
 @validated
 def renormalised(model: Any, state: Any, inputs: Any) -> Any:
-    """Return the state of a network with batch normalisation statistics recomputed on all examples at once.
+    """Return a network's state with batch normalisation statistics recomputed on all examples.
 
-    Interpolated weights need new means and variances. Other layers run in inference mode.
+    Interpolated weights need new means and variances. All examples are one batch. Other layers run
+    in inference mode.
 
     Args:
         model: A network with `eqx.nn.BatchNorm`, in any mode.
@@ -195,8 +199,11 @@ def renormalised(model: Any, state: Any, inputs: Any) -> Any:
     References:
         Jordan et al. (2023), REPAIR: renormalizing permuted activations for interpolation repair.
     """
-    is_norm = lambda part: isinstance(part, eqx.nn.BatchNorm)  # noqa: E731
-    norms = [part for part in jax.tree.leaves(model, is_leaf=is_norm) if is_norm(part)]
+
+    def is_norm(node):
+        return isinstance(node, eqx.nn.BatchNorm)
+
+    norms = list(filter(is_norm, jax.tree.leaves(model, is_leaf=is_norm)))
     if not norms:
         fail("model", "have batch normalisations", "none")
     leaves, tree = jax.tree.flatten(state)
@@ -205,25 +212,23 @@ def renormalised(model: Any, state: Any, inputs: Any) -> Any:
         # A first batch sets running statistics instead of averaging with old ones.
         if norm.ema_state_index is not None:
             state = state.set(norm.ema_first_time_index, jnp.array(True))
-        else:
-            zeros = jax.tree.map(jnp.zeros_like, state.get(norm.batch_state_index))
-            state = state.set(norm.batch_counter, jnp.zeros_like(state.get(norm.batch_counter)))
-            state = state.set(norm.batch_state_index, zeros)
+            continue
+        zeros = jax.tree.map(jnp.zeros_like, state.get(norm.batch_state_index))
+        state = state.set(norm.batch_counter, jnp.zeros_like(state.get(norm.batch_counter)))
+        state = state.set(norm.batch_state_index, zeros)
 
-    def trained(part: Any) -> Any:
-        if not is_norm(part):
-            return part
+    def in_training(node):
+        if not is_norm(node):
+            return node
+        node = eqx.nn.inference_mode(node, False)
         # The name of the axis of `vmap` below, whatever the model was trained with.
-        return eqx.tree_at(
-            lambda norm: norm.axis_name, eqx.nn.inference_mode(part, False), "samples"
-        )
+        return eqx.tree_at(lambda norm: norm.axis_name, node, "samples")
 
-    training = jax.tree.map(trained, eqx.nn.inference_mode(model), is_leaf=is_norm)
+    training = jax.tree.map(in_training, eqx.nn.inference_mode(model), is_leaf=is_norm)
     inputs = as_examples("inputs", inputs, finite=True)
+    example = jax.tree.map(lambda array: array[0], inputs)
+    check_takes("model", lambda x: called((model, state), x), example)
     run = jax.vmap(
         lambda x, s: training(x, s)[1], in_axes=(0, None), out_axes=None, axis_name="samples"
-    )
-    check_takes(
-        "model", lambda x: called((model, state), x), jax.tree.map(lambda part: part[0], inputs)
     )
     return eqx.filter_jit(run)(inputs, state)

@@ -23,14 +23,16 @@ from dissociation.similarity._measures import MEASURES
 from dissociation.training._loop import train
 from dissociation.training._members import per_batch
 from dissociation.training._samplers import FullBatch
-from dissociation.training._state import State, make_step
+from dissociation.training._state import make_step
 
 SIDES = ("x", "y")
 FREE = ("x", "both")
 
 
 class Bounds(NamedTuple):
-    """Range of a measure found over scaled networks of the same functions; the true range may be wider.
+    """Range of a measure over scaled networks of the same functions, found by a search.
+
+    The true range may be wider.
 
     Attributes:
         measured: Value of the representations as they are.
@@ -64,9 +66,8 @@ class Bounds(NamedTuple):
             ValueError: If the group is not homogeneous of a positive degree in one way.
         """
         check_choice("side", side, SIDES)
-        return scale_activity(
-            group, at_end(end, self.low_factors, self.high_factors)[SIDES.index(side)]
-        )
+        factors = at_end(end, self.low_factors, self.high_factors)
+        return scale_activity(group, factors[SIDES.index(side)])
 
 
 @validated(finite=("x", "y"))
@@ -81,7 +82,7 @@ def similarity_bounds(
     num_steps: Natural = 100,
     key: PRNGKey,
 ) -> Bounds:
-    """Return inner bounds of a measure over positive scalings of the neurons of one network or both.
+    """Return inner bounds of a measure over positive scalings of neurons of one network or both.
 
     Scaled networks with the same function attain every value. For exact limits of linear CKA with
     one free network, see `cka_range`.
@@ -112,35 +113,26 @@ def similarity_bounds(
     first, second = in_common_dtype(x, y)
     if isinstance(measure, str):
         check_choice("measure", measure, MEASURES)
-        known = MEASURES[measure]
-        if known.same_width:
+        definition = MEASURES[measure]
+        if definition.same_width:
             fail("measure", "compare representations", f"{measure!r}, which compares outputs")
-        if known.host:
-            fail_kind(
-                "measure",
-                "be computed on the device",
-                f"{measure!r}, a step of which the host does",
-            )
-        measure = known.function
+        if definition.host:
+            host_step = f"{measure!r}, a step of which the host does"
+            fail_kind("measure", "be computed on the device", host_step)
+        measure = definition.function
         # Scaling neurons cannot change such a measure: there is nothing to search.
-        of_x = known.invariances_at(*first.shape)
-        of_y = known.invariances_of_y or known.invariances
+        of_x = definition.invariances_at(*first.shape)
+        of_y = definition.invariances_of_y or definition.invariances
         if "D" in of_x and (free == "x" or "D" in of_y):
-            value, ones = (
-                measure(first, second),
-                (jnp.ones_like(first[0]), jnp.ones_like(second[0])),
-            )
-            return Bounds(value, value, value, ones, ones, jnp.broadcast_to(value, (2, num_starts)))
-    return _bounds(
-        first,
-        second,
-        typed(key),
-        jnp.asarray(largest_factor),
-        measure,
-        free == "both",
-        num_starts,
-        num_steps,
-    )
+            value = measure(first, second)
+            ones_of_x = jnp.ones_like(first[0])
+            ones_of_y = jnp.ones_like(second[0])
+            ones = (ones_of_x, ones_of_y)
+            ends = jnp.broadcast_to(value, (2, num_starts))
+            return Bounds(value, value, value, ones, ones, ends)
+    largest = jnp.asarray(largest_factor)
+    is_y_free = free == "both"
+    return _bounds(first, second, typed(key), largest, measure, is_y_free, num_starts, num_steps)
 
 
 @eqx.filter_jit
@@ -150,72 +142,87 @@ def _bounds(
     key: Array,
     largest: Array,
     measure: Callable[..., Any],
-    both: bool,
-    starts: int,
-    steps: int,
+    is_y_free: bool,
+    num_starts: int,
+    num_steps: int,
 ) -> Bounds:
     # Logarithms keep factors positive and give shrinking and growing the same step size.
     limit = jnp.log(largest).astype(x.dtype)
-    lengths = _lengths(x), _lengths(y)
+    lengths_of_x = _lengths(x)
+    lengths_of_y = _lengths(y)
 
-    def factors(logs: Any) -> Any:
+    def factors(logs):
         """Return the factors that give neurons these log-lengths, in units of the mean length."""
-        first, second = (
-            jnp.exp(u) * jnp.mean(own) / own for u, own in zip(logs, lengths, strict=True)
-        )
-        return first, second if both else jnp.ones_like(second)
+        of_x = jnp.exp(logs[0]) * jnp.mean(lengths_of_x) / lengths_of_x
+        of_y = jnp.exp(logs[1]) * jnp.mean(lengths_of_y) / lengths_of_y
+        if not is_y_free:
+            of_y = jnp.ones_like(of_y)
+        return of_x, of_y
 
-    def value(given: Any) -> Array:
-        return measure(x * given[0][None], y * given[1][None])
+    def similarity(scales):
+        scaled_x = x * scales[0][None]
+        scaled_y = y * scales[1][None]
+        return measure(scaled_x, scaled_y)
 
-    def project(state: State) -> State:
-        inside = jax.tree.map(lambda u: jnp.clip(u, -limit, limit), state.arrays)
-        return eqx.tree_at(lambda s: s.arrays, state, inside)
+    def project(state):
+        arrays = jax.tree.map(lambda u: jnp.clip(u, -limit, limit), state.arrays)
+        return eqx.tree_at(lambda s: s.arrays, state, arrays)
 
-    rate = optax.cosine_decay_schedule(0.3, steps + 1)
-    step = make_step(
-        lambda logs, batch, key: batch[0] * value(factors(logs)),
-        optax.adam(rate),
-        after_update=project,
-    )
+    def cost(logs, batch, key):
+        return batch[0] * similarity(factors(logs))
 
-    def descended(job: Any) -> Any:
-        """Return the better of a start and the end of its descent, with value and factors."""
+    rate = optax.cosine_decay_schedule(0.3, num_steps + 1)
+    optimizer = optax.adam(rate)
+    step = make_step(cost, optimizer, after_update=project)
+
+    def descended(job):
+        """Return cost and factors of the better of a start and the end of its descent."""
         sign, start = job
-        # Nothing is drawn from the key.
-        end = train(step.init(start), step, FullBatch(sign[None]), steps, key=jax.random.key(0))[
-            0
-        ].model
-        there = factors(start), factors(end)
-        costs = jnp.stack([sign * value(given) for given in there])
+        batches = FullBatch(sign[None])
+        state = step.init(start)
+        key = jax.random.key(0)  # nothing is drawn from it
+        state, _ = train(state, step, batches, num_steps, key=key)
+        initial = factors(start)
+        final = factors(state.model)
+        initial_cost = sign * similarity(initial)
+        final_cost = sign * similarity(final)
+        costs = jnp.stack([initial_cost, final_cost])
         # An undefined value must not win over a defined one.
         costs = jnp.where(jnp.isnan(costs), jnp.inf, costs)
-        return jnp.min(costs), jax.tree.map(
-            lambda *both: jnp.where(costs[1] < costs[0], both[1], both[0]), *there
-        )
+        is_lower = costs[1] < costs[0]
+        better = jax.tree.map(lambda u, v: jnp.where(is_lower, v, u), initial, final)
+        return jnp.min(costs), better
 
-    begun: Any = _starts(x, y, key, limit, lengths, measure, both, starts)
-    signs = jnp.repeat(jnp.array([1.0, -1.0], x.dtype), starts)
-    jobs = signs, jax.tree.map(lambda u: jnp.concatenate([u, u]), begun)
+    starts = _starts(x, y, key, limit, measure, is_y_free, num_starts)
+    signs = jnp.repeat(jnp.array([1.0, -1.0], x.dtype), num_starts)
+    starts = jax.tree.map(lambda u: jnp.concatenate([u, u]), starts)
+    jobs = (signs, starts)
     # Sequentially on a CPU: parallel decompositions can hang there.
-    costs, given = jax.lax.map(descended, jobs) if per_batch() == 1 else jax.vmap(descended)(jobs)
-    costs = costs.reshape(2, starts)
+    if per_batch() == 1:
+        costs, scales = jax.lax.map(descended, jobs)
+    else:
+        costs, scales = jax.vmap(descended)(jobs)
+    costs = costs.reshape(2, num_starts)
     measured = measure(x, y)
+    measured_costs = jnp.stack([measured, -measured])
     best = jnp.argmin(costs, 1)
     # No search may end worse than the networks as they are.
-    moved = jnp.min(costs, 1) < jnp.stack([measured, -measured])
+    is_improved = jnp.min(costs, 1) < measured_costs
 
-    def end(k: int) -> tuple[Array, Any]:
-        kept = jax.tree.map(
-            lambda side: jnp.where(moved[k], side[k * starts + best[k]], jnp.ones_like(side[0])),
-            given,
-        )
-        return jnp.where(moved[k], costs[k, best[k]] * (1 - 2 * k), measured), kept
+    def end(row):
+        job = row * num_starts + best[row]
+        value = costs[row, best[row]] * (1 - 2 * row)
 
-    (low, low_factors), (high, high_factors) = end(0), end(1)
-    return Bounds(
-        measured, low, high, low_factors, high_factors, costs * jnp.array([[1.0], [-1.0]], x.dtype)
-    )
+        def best_or_one(side):
+            return jnp.where(is_improved[row], side[job], jnp.ones_like(side[0]))
+
+        value = jnp.where(is_improved[row], value, measured)
+        return value, jax.tree.map(best_or_one, scales)
+
+    low, low_factors = end(0)
+    high, high_factors = end(1)
+    ends = costs * jnp.array([[1.0], [-1.0]], x.dtype)
+    return Bounds(measured, low, high, low_factors, high_factors, ends)
 
 
 def _starts(
@@ -223,45 +230,40 @@ def _starts(
     y: Array,
     key: Array,
     limit: Array,
-    lengths: Any,
     measure: Callable[..., Any],
-    both: bool,
-    number: int,
+    is_y_free: bool,
+    num_starts: int,
 ) -> tuple[Array, Array]:
     """Return initial log-lengths of both sides, [starts, neurons]."""
-    own = [jnp.clip(jnp.log(side / jnp.mean(side)), -limit, limit) for side in lengths]
-    alone = jax.lax.map(lambda one: measure(one[:, None], y), x.T)
+    alone = jax.lax.map(lambda neuron: measure(neuron[:, None], y), x.T)
     # A constant neuron alone has similarity NaN.
-    firsts = jnp.stack([jnp.nanargmin(alone), jnp.nanargmax(alone)])
-    of_y = jnp.zeros_like(own[1])
-    if both:
-        others = [
-            jax.lax.map(lambda one, i=i: measure(x[:, i][:, None], one[:, None]), y.T)
-            for i in firsts
-        ]
-        of_y = _single(
-            jnp.stack([jnp.nanargmin(others[0]), jnp.nanargmax(others[1])]), y.shape[1], limit
+    indices = jnp.stack([jnp.nanargmin(alone), jnp.nanargmax(alone)])
+    single_of_x = _single(indices, x.shape[1], limit)
+    num_neurons = y.shape[1]
+    single_of_y = jnp.zeros((2, num_neurons), x.dtype)
+    if is_y_free:
+        least_similar, most_similar = (
+            jax.lax.map(lambda neuron, i=i: measure(x[:, i][:, None], neuron[:, None]), y.T)
+            for i in indices
         )
-    keys = jax.random.split(key, 2)
-    spreads = jnp.linspace(0.5, 2.0, number - 4, dtype=x.dtype)[:, None]
-    sides = zip(
-        (_single(firsts, x.shape[1], limit), jnp.broadcast_to(of_y, (2, y.shape[1]))),
-        own,
-        keys,
-        strict=True,
-    )
-    made = [
-        jnp.concatenate(
-            [
-                u[None],
-                jnp.zeros_like(u)[None],
-                ends,
-                spreads * jax.random.normal(k, (number - 4, u.size), x.dtype),
-            ]
-        )
-        for ends, u, k in sides
-    ]
-    return made[0], made[1]
+        indices_of_y = jnp.stack([jnp.nanargmin(least_similar), jnp.nanargmax(most_similar)])
+        single_of_y = _single(indices_of_y, num_neurons, limit)
+
+    num_random = num_starts - 4
+    spreads = jnp.linspace(0.5, 2.0, num_random, dtype=x.dtype)
+
+    def log_lengths(side, single, key):
+        lengths = _lengths(side)
+        logs = jnp.log(lengths / jnp.mean(lengths))
+        logs = jnp.clip(logs, -limit, limit)
+        equal = jnp.zeros_like(logs)
+        noise = jax.random.normal(key, (num_random, logs.size), x.dtype)
+        return jnp.concatenate([logs[None], equal[None], single, spreads[:, None] * noise])
+
+    key_of_x, key_of_y = jax.random.split(key, 2)
+    logs_of_x = log_lengths(x, single_of_x, key_of_x)
+    logs_of_y = log_lengths(y, single_of_y, key_of_y)
+    return logs_of_x, logs_of_y
 
 
 def _single(index: Array, number: int, limit: Array) -> Array:
@@ -271,5 +273,7 @@ def _single(index: Array, number: int, limit: Array) -> Array:
 
 def _lengths(side: Array) -> Array:
     """Return lengths of centred activity; the mean over others for constant neurons."""
-    lengths = jnp.linalg.norm(side - jnp.mean(side, 0, keepdims=True), axis=0)
-    return jnp.where(lengths > 0, lengths, jnp.mean(lengths, where=lengths > 0))
+    centred = side - jnp.mean(side, 0, keepdims=True)
+    lengths = jnp.linalg.norm(centred, axis=0)
+    is_varying = lengths > 0
+    return jnp.where(is_varying, lengths, jnp.mean(lengths, where=is_varying))

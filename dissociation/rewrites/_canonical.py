@@ -1,6 +1,6 @@
-"""Canonical form of a network, the same for all networks that are rewritten into each other, up to rounding.
+"""Canonical form of a network, the same for all networks that are rewrites of each other.
 
-It is computed on the host in float64.
+Equality is up to rounding. The form is computed on the host in float64.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,10 @@ from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
 
 PASSES = 50
-"""Largest number of passes over all groups: dropped neurons of one may leave neurons of another without weights."""
+"""Largest number of passes over all groups.
+
+Dropped neurons of one group may leave neurons of another without weights.
+"""
 
 SLOPE = 0.5
 """Slope of the waves in `_features`."""
@@ -76,12 +79,14 @@ def canonical(
     """
     leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
     for name, settled in sequence.items():
-        rows = _rows(leaves, groups[name], settled)
+        group = groups[name]
+        rows = _rows(leaves, group, settled)
+        num_weights = rows.shape[1]
         # A seed that depends on the shape alone gives all networks of one function the same
         # direction.
-        direction = np.random.default_rng(rows.shape[1]).standard_normal(rows.shape[1])
+        direction = np.random.default_rng(num_weights).standard_normal(num_weights)
         order = np.argsort(rows @ direction, kind="stable")
-        for slot in groups[name].slots:
+        for slot in group.slots:
             leaves[slot.leaf] = slot.permuted(leaves[slot.leaf], order[None])
     return _with(leaves, model)
 
@@ -103,18 +108,29 @@ def fingerprint(
     neurons. Arguments and errors are those of `canonical`.
     """
     leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
-    slots = [groups[name].slots[index] for name, settled in sequence.items() for index in settled]
-    made = {slot.leaf for slot in slots if not slot.outgoing}
-    free = [leaf for index, leaf in enumerate(leaves) if index not in made]
-    size = np.sqrt(np.mean(np.concatenate([leaf.ravel() for leaf in free]) ** 2)) if free else 1.0
-    size = size or 1.0
-    leaves = [leaf if index in made else leaf / size for index, leaf in enumerate(leaves)]
+    normalised = set()
     for name, settled in sequence.items():
-        weights = _features(_rows(leaves, groups[name], settled))
-        for slot in groups[name].slots:
-            blocks = np.tensordot(weights, slot.blocks(leaves[slot.leaf]), 1)
+        for index in settled:
+            slot = groups[name].slots[index]
+            if not slot.outgoing:
+                normalised.add(slot.leaf)
+    size = 1.0
+    free = [leaf for leaf in range(len(leaves)) if leaf not in normalised]
+    if free:
+        weights = np.concatenate([leaves[leaf].ravel() for leaf in free])
+        size = np.sqrt(np.mean(weights**2)) or 1.0
+    for leaf in free:
+        leaves[leaf] = leaves[leaf] / size
+
+    for name, settled in sequence.items():
+        group = groups[name]
+        features = _features(_rows(leaves, group, settled))
+        for slot in group.slots:
+            blocks = np.tensordot(features, slot.blocks(leaves[slot.leaf]), 1)
             leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], blocks)
-    return to_device(np.concatenate([*(leaf.ravel() for leaf in leaves), [np.log(size)]]), float)
+    numbers = [leaf.ravel() for leaf in leaves]
+    numbers.append(np.array([np.log(size)]))
+    return to_device(np.concatenate(numbers), float)
 
 
 @validated(finite=("a", "b"))
@@ -127,77 +143,99 @@ def fingerprint_distance(
     """
     if a.shape != b.shape:
         return float("inf")
-    one, other = (np.asarray(part, np.float64) for part in (a, b))
-    size = max(np.linalg.norm(one), np.linalg.norm(other))
-    return float(np.linalg.norm(one - other) / size) if size else 0.0
+    first = np.asarray(a, np.float64)
+    second = np.asarray(b, np.float64)
+    size = max(np.linalg.norm(first), np.linalg.norm(second))
+    if size == 0:
+        return 0.0
+    return float(np.linalg.norm(first - second) / size)
 
 
 def _reduced(
     model: Any, example: Any, tolerance: float, inputs: Any, call: Any
 ) -> tuple[Arrays, dict[str, NeuronGroup], dict[str, list[int]]]:
-    """Return the arrays of a network after merging, its groups, and by group the slots that order neurons."""
+    """Return the arrays of a network after merging, its groups, and by group the ordering slots."""
     # A group may shrink to one neuron and must still be found.
     groups = neuron_groups(model, example, call=call, single=True)
-    others = [f"{name} ({reason})" for name, group in groups.items() if (reason := _refused(group))]
-    if others:
-        wanted = (
+    refused = []
+    for name, group in groups.items():
+        reason = _refused(group)
+        if reason:
+            refused.append(f"{name} ({reason})")
+    if refused:
+        wanted_groups = (
             "have groups that are homogeneous of degree one, in one way and one copy, "
             "without normalisation"
         )
-        fail("model", wanted, f"others: {', '.join(others)}")
+        fail("model", wanted_groups, f"others: {', '.join(refused)}")
     leaves = known_parameters("model", model, "a canonical form is a step")
-    for group in groups.values() if inputs is not None else ():
-        _silence(leaves, group, model, inputs, call)
+    if inputs is not None:
+        for group in groups.values():
+            _silence(leaves, group, model, inputs, call)
+
     # Sums of the absolute values that were merged into each number. A number that has cancelled up
     # to rounding is small beside its sum, in whichever pass it did.
     sizes = [np.abs(leaf) for leaf in leaves]
     sequence = _sequence(groups)
     for _ in range(PASSES):
-        before = list(map(np.count_nonzero, leaves))
+        num_nonzero = list(map(np.count_nonzero, leaves))
         for name, settled in sequence.items():
             _merge(leaves, sizes, groups[name], settled, tolerance)
-        if before == list(map(np.count_nonzero, leaves)):
+        if num_nonzero == list(map(np.count_nonzero, leaves)):
             break
-    # An axis must keep one entry.
-    kept = [np.flatnonzero(_lengths(leaves, group, _made(group))) for group in groups.values()]
-    kept = [each if len(each) else np.zeros(1, int) for each in kept]
-    smaller = [
-        group for group, each in zip(groups.values(), kept, strict=True) if len(each) < group.size
-    ]
-    found, places = resized(list(groups.values()), kept)
-    for (leaf, axis), old in places.items():
-        leaves[leaf] = np.take(leaves[leaf], old, axis)
+    return leaves, _drop_zeros(leaves, groups, model), sequence
+
+
+def _drop_zeros(
+    leaves: Arrays, groups: Mapping[str, NeuronGroup], model: Any
+) -> dict[str, NeuronGroup]:
+    """Drop neurons without incoming weights, in place, and return the smaller groups."""
+    remaining = []
+    smaller = []
+    for group in groups.values():
+        neurons = np.flatnonzero(_lengths(leaves, group, _scaled(group)))
+        if len(neurons) == 0:
+            neurons = np.zeros(1, int)  # an axis must keep one entry
+        remaining.append(neurons)
+        if len(neurons) < group.size:
+            smaller.append(group)
+    reduced, positions_of_axis = resized(list(groups.values()), remaining)
+    for (leaf, axis), positions in positions_of_axis.items():
+        leaves[leaf] = np.take(leaves[leaf], positions, axis)
     if smaller:
-        check_resized(model, _with(leaves, model), smaller[0], found, single=True)
-    return leaves, dict(zip(groups, found, strict=True)), sequence
+        check_resized(model, _with(leaves, model), smaller[0], reduced, single=True)
+    return dict(zip(groups, reduced, strict=True))
 
 
 def _silence(leaves: Arrays, group: NeuronGroup, model: Any, inputs: Any, call: Any) -> None:
     """Zero the outgoing weights of neurons that are zero on all inputs, in place."""
-    silent = np.ones(group.size, bool)
-    read = [slot for slot in group.slots if slot.outgoing]
-    for slot in read:
-        seen = layer_inputs(model, inputs, slot.path, call=call)
-        lengths = [size if k in seen.axes else 1 for k, size in enumerate(slot.shape)]
-        columns = np.arange(np.prod(lengths, dtype=int)).reshape(lengths)
-        silent &= ~slot.rows(np.asarray((seen.rows != 0).any(0))[columns]).any(1)
-    _multiply(leaves, read, ~silent)
+    is_silent = np.ones(group.size, bool)
+    outgoing = [slot for slot in group.slots if slot.outgoing]
+    for slot in outgoing:
+        features = layer_inputs(model, inputs, slot.path, call=call)
+        shape = [1] * len(slot.shape)
+        for axis in features.axes:
+            shape[axis] = slot.shape[axis]
+        is_active = np.asarray((features.rows != 0).any(0)).reshape(shape)
+        is_silent &= ~slot.rows(is_active).any(1)
+    _multiply(leaves, outgoing, ~is_silent)
 
 
 def _multiply(leaves: Arrays, slots: Sequence[Slot], factors: np.ndarray) -> None:
     """Multiply the weights at each neuron by factors [neurons], in place."""
     for slot in slots:
-        own = factors.reshape(-1, *[1] * leaves[slot.leaf].ndim)
-        leaves[slot.leaf] = slot.with_blocks(
-            leaves[slot.leaf], slot.blocks(leaves[slot.leaf]) * own
-        )
+        array = leaves[slot.leaf]
+        blocks = slot.blocks(array) * factors.reshape(-1, *[1] * array.ndim)
+        leaves[slot.leaf] = slot.with_blocks(array, blocks)
 
 
 def _with(leaves: Arrays, model: Any) -> Any:
     """Return the model with other arrays, in the dtypes of the model."""
-    old, tree, rest = parameters_of(model)
-    arrays = [to_device(leaf, before.dtype) for leaf, before in zip(leaves, old, strict=True)]
-    return refit(eqx.combine(jax.tree.unflatten(tree, arrays), rest))
+    originals, tree, static = parameters_of(model)
+    arrays = []
+    for leaf, original in zip(leaves, originals, strict=True):
+        arrays.append(to_device(leaf, original.dtype))
+    return refit(eqx.combine(jax.tree.unflatten(tree, arrays), static))
 
 
 def _refused(group: NeuronGroup) -> str:
@@ -218,19 +256,21 @@ def _refused(group: NeuronGroup) -> str:
 
 def _rows(leaves: Arrays, group: NeuronGroup, slots: list[int]) -> np.ndarray:
     """Return the weights at each neuron in some slots of a group, [neurons, numbers]."""
-    return np.concatenate(
-        [group.slots[index].rows(leaves[group.slots[index].leaf]) for index in slots], 1
-    )
+    rows = []
+    for index in slots:
+        slot = group.slots[index]
+        rows.append(slot.rows(leaves[slot.leaf]))
+    return np.concatenate(rows, 1)
 
 
 def _lengths(leaves: Arrays, group: NeuronGroup, slots: list[int]) -> np.ndarray:
     return np.linalg.norm(_rows(leaves, group, slots), axis=1)
 
 
-def _made(group: NeuronGroup, side: int = 1) -> list[int]:
-    """Return the indices of slots that `scale` multiplies; of those that it divides for `side` -1."""
+def _scaled(group: NeuronGroup, sign: int = 1) -> list[int]:
+    """Return the indices of slots that `scale` multiplies; of those that it divides for -1."""
     exponents: Any = group.scaling
-    return np.flatnonzero(side * exponents > 0).tolist()
+    return np.flatnonzero(sign * exponents > 0).tolist()
 
 
 def _merge(
@@ -238,107 +278,118 @@ def _merge(
 ) -> None:
     """Normalise and merge neurons of a group, in place; others become zero."""
     exponents: Any = group.scaling
-    makes, reads = _made(group), _made(group, -1)
-    alive = _lengths(leaves, group, makes) > 0
+    incoming = _scaled(group)
+    outgoing = _scaled(group, -1)
+    is_alive = _lengths(leaves, group, incoming) > 0
     # Other groups write to a residual stream too: their scale is theirs, so only settled slots have
     # a length.
-    lengths = _lengths(leaves, group, [index for index in settled if index in makes] or makes)
-    if (alive & (lengths == 0)).any():
-        fail(
-            "model",
-            f"write to all neurons of {group.name} by its own weights",
-            "some of residual branches only",
-        )
+    own_slots = [index for index in settled if index in incoming]
+    lengths = _lengths(leaves, group, own_slots or incoming)
+    if (is_alive & (lengths == 0)).any():
+        wanted_weights = f"write to all neurons of {group.name} by its own weights"
+        fail("model", wanted_weights, "some of residual branches only")
     lengths = np.where(lengths > 0, lengths, 1.0)
     for arrays in (leaves, sizes):
         for slot, exponent in zip(group.slots, exponents, strict=True):
             _multiply(arrays, [slot], lengths**-exponent)
-    label = _clusters(_rows(leaves, group, makes), alive, tolerance)
-    known = np.flatnonzero(label >= 0)
-    sums = np.zeros((label.max(initial=-1) + 1, group.size))
-    sums[label[known], known] = 1.0
-    firsts = np.argmax(sums, 1) if len(sums) else np.zeros(0, int)
+
+    labels = _clusters(_rows(leaves, group, incoming), is_alive, tolerance)
+    alive = np.flatnonzero(labels >= 0)
+    membership = np.zeros((labels.max(initial=-1) + 1, group.size))
+    membership[labels[alive], alive] = 1.0
+    firsts = np.zeros(0, int)
+    if len(membership):
+        firsts = np.argmax(membership, 1)
+
     norms = []
     for arrays in (leaves, sizes):
-        for slot in (group.slots[index] for index in reads):
+        for index in outgoing:
+            slot = group.slots[index]
             blocks = slot.blocks(arrays[slot.leaf])
-            blocks[firsts] = np.tensordot(sums, blocks, 1)
+            blocks[firsts] = np.tensordot(membership, blocks, 1)
             arrays[slot.leaf] = slot.with_blocks(arrays[slot.leaf], blocks)
-        norms.append(_lengths(arrays, group, reads)[firsts])
-    kept = np.isin(np.arange(group.size), firsts[norms[0] > tolerance * norms[1]])
+        norms.append(_lengths(arrays, group, outgoing)[firsts])
+    is_large = norms[0] > tolerance * norms[1]
+    is_kept = np.isin(np.arange(group.size), firsts[is_large])
     for arrays in (leaves, sizes):
-        _multiply(arrays, group.slots, kept)
+        _multiply(arrays, group.slots, is_kept)
 
 
-def _clusters(made: np.ndarray, alive: np.ndarray, tolerance: float) -> np.ndarray:
+def _clusters(rows: np.ndarray, is_alive: np.ndarray, tolerance: float) -> np.ndarray:
     """Assign numbers to sets of neurons with equal incoming weights, -1 for dead neurons."""
-    places = np.flatnonzero(alive)
-    unit = made[places] / np.linalg.norm(made[places], axis=1, keepdims=True)
+    alive = np.flatnonzero(is_alive)
+    unit = rows[alive] / np.linalg.norm(rows[alive], axis=1, keepdims=True)
     # |u - v|^2 of unit vectors, from one product of matrices; the floor is its rounding.
-    near = 2 - 2 * unit @ unit.T < max(tolerance**2, 64 * np.finfo(float).eps)
-    pairs = np.nonzero(near)
-    graph = coo_array((np.ones(len(pairs[0])), pairs), shape=near.shape)
-    label = np.full(len(made), -1)
-    label[places] = connected_components(graph, directed=False)[1]
-    return label
+    distances = 2 - 2 * unit @ unit.T
+    is_near = distances < max(tolerance**2, 64 * np.finfo(float).eps)
+    pairs = np.nonzero(is_near)
+    graph = coo_array((np.ones(len(pairs[0])), pairs), shape=is_near.shape)
+    labels = np.full(len(rows), -1)
+    labels[alive] = connected_components(graph, directed=False)[1]
+    return labels
 
 
 def _sequence(groups: Mapping[str, NeuronGroup]) -> dict[str, list[int]]:
-    """Return groups from the inputs on, with indices of slots that do not depend on later groups."""
+    """Return groups from the inputs on, with slots that do not depend on later groups."""
     owners: dict[tuple[int, int], set[str]] = {}
     for name, group in groups.items():
         for slot in group.slots:
             owners.setdefault((slot.leaf, slot.axis), set()).add(name)
-    sequence: dict[str, list[int]] = {}
-    while left := {name: group for name, group in groups.items() if name not in sequence}:
-        sequence |= [_next(left, owners)]
+    remaining = dict(groups)
+    sequence = {}
+    while remaining:
+        name, settled = _next(remaining, owners)
+        sequence[name] = settled
+        del remaining[name]
     return sequence
 
 
 def _next(
-    left: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[str]]
+    remaining: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[str]]
 ) -> tuple[str, list[int]]:
+    """Return the first group that the others do not affect, and its settled slots."""
     # Outgoing weights order a group only if no incoming weights of any group are settled.
-    for reading in (False, True):
-        for name, group in left.items():
-            settled = [
-                index
-                for index, slot in enumerate(group.slots)
-                if slot.outgoing == reading
-                and owners[slot.leaf, slot.axis] == {name}
-                and left.keys().isdisjoint(_beside(slot, owners))
-            ]
-            if any(len(group.slots[index].shape) > 1 for index in settled):
+    for is_outgoing in (False, True):
+        for name, group in remaining.items():
+            settled = []
+            has_matrix = False
+            for index, slot in enumerate(group.slots):
+                if slot.outgoing != is_outgoing or owners[slot.leaf, slot.axis] != {name}:
+                    continue
+                if remaining.keys().isdisjoint(_beside(slot, owners)):
+                    settled.append(index)
+                    has_matrix |= len(slot.shape) > 1
+            if has_matrix:
                 return name, settled
-    for name, group in left.items():
-        others = {
-            other
-            for slot in group.slots
-            for other in (*owners[slot.leaf, slot.axis], *_beside(slot, owners))
-        }
-        if left.keys() & others <= {name}:
+
+    for name, group in remaining.items():
+        names = set()
+        for slot in group.slots:
+            names |= owners[slot.leaf, slot.axis] | _beside(slot, owners)
+        if remaining.keys() & names <= {name}:
             return name, list(range(len(group.slots)))
-    fail(
-        "model",
-        "have groups that can be put in order one after another",
-        f"{', '.join(left)}, which cannot",
-    )
+    wanted_order = "have groups that can be put in order one after another"
+    fail("model", wanted_order, f"{', '.join(remaining)}, which cannot")
 
 
-def _beside(slot: Slot, owners: Mapping[tuple[int, int], set[str]]) -> list[str]:
-    others = [axis for axis in range(len(slot.shape)) if axis != slot.axis]
-    return [name for axis in others for name in owners.get((slot.leaf, axis), ())]
+def _beside(slot: Slot, owners: Mapping[tuple[int, int], set[str]]) -> set[str]:
+    """Return the groups along the other axes of a slot's array."""
+    names = set()
+    for axis in range(len(slot.shape)):
+        if axis != slot.axis:
+            names |= owners.get((slot.leaf, axis), set())
+    return names
 
 
 def _features(rows: np.ndarray) -> np.ndarray:
     """Return functions of the incoming weights, as many as neurons, [functions, neurons]."""
     count, size = rows.shape
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    unit = rows / np.where(lengths > 0, lengths, 1.0)
     rng = np.random.default_rng(count)
     # Edges let neurons near each other differ; a small slope does not amplify rounding from layer
     # to layer.
-    phases = (
-        rows / np.where(lengths > 0, lengths, 1.0) @ (SLOPE * rng.standard_normal((size, count)))
-    )
-    waves = np.abs((phases + rng.uniform(0, 2, count)) % 2 - 1) - 0.5
+    directions = SLOPE * rng.standard_normal((size, count))
+    phases = unit @ directions + rng.uniform(0, 2, count)
+    waves = np.abs(phases % 2 - 1) - 0.5
     return (waves * (12 / count) ** 0.5).T

@@ -65,25 +65,23 @@ def certify(
             return a real array.
         ValueError: If there are no inputs, one is not finite, or the shapes of outputs differ.
     """
-    functions = {"original": original, "rewritten": rewritten}
-    functions = {
-        name: function_of(name, model) if call is None else partial(call, model)
-        for name, model in functions.items()
-    }
+    if call is None:
+        function = function_of("original", original)
+        rewritten_function = function_of("rewritten", rewritten)
+    else:
+        function = partial(call, original)
+        rewritten_function = partial(call, rewritten)
     inputs = as_examples("inputs", inputs, finite=True)
-    example = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), inputs)
+    example = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), inputs)
     with jax.default_matmul_precision("highest"):
-        before, after = (
-            check_model(name, function, example) for name, function in functions.items()
-        )
+        before = check_model("original", function, example)
+        after = check_model("rewritten", rewritten_function, example)
     if before.shape != after.shape:
-        fail(
-            "rewritten",
-            f"give outputs of the shape that `original` gives, {before.shape}",
-            after.shape,
-        )
-    programs = _first_output(original, example, call), _first_output(rewritten, example, call)
-    return compare_programs(*programs, inputs, batch_size)
+        wanted_shape = f"give outputs of the shape that `original` gives, {before.shape}"
+        fail("rewritten", wanted_shape, after.shape)
+    program = _first_output(original, example, call)
+    rewritten_program = _first_output(rewritten, example, call)
+    return compare_programs(program, rewritten_program, inputs, batch_size)
 
 
 def _first_output(model: Any, example: Any, call: Call | None) -> "Program":
@@ -94,7 +92,7 @@ def _first_output(model: Any, example: Any, call: Call | None) -> "Program":
 def trace_exactly(
     function: Callable[[list[Any], Any], Array], leaves: list[Any], example: Any
 ) -> Traced:
-    """Trace a function of a model's arrays and one example, with products at the highest precision."""
+    """Trace a function of a model's arrays and one example, at the highest precision."""
     # The short formats of an accelerator would change outputs more than the rewrite does.
     with jax.default_matmul_precision("highest"):
         return trace(function, eqx.filter_eval_shape(lambda: leaves), example)
@@ -115,27 +113,30 @@ def compare_programs(
 
 @eqx.filter_jit
 def _compare(programs: tuple[Program, Program], inputs: Any, batch_size: int | None) -> Certificate:
-    def compare(example: Any) -> tuple[Array, Array, Array]:
-        before, after = (program(leaves, example).ravel() for program, leaves in programs)
+    (original, leaves), (rewritten, rewritten_leaves) = programs
+
+    def compare(example):
+        before = original(leaves, example).ravel()
+        after = rewritten(rewritten_leaves, example).ravel()
         # An output that is not finite predicts no class, so it counts as changed.
-        defined = jnp.isfinite(jnp.max(before)) & jnp.isfinite(jnp.max(after))
-        flipped = (_prediction(before) != _prediction(after)) | ~defined
-        return jnp.max(jnp.abs(after - before)), jnp.max(jnp.abs(before)), flipped
+        is_defined = jnp.isfinite(jnp.max(before)) & jnp.isfinite(jnp.max(after))
+        is_flipped = (_prediction(before) != _prediction(after)) | ~is_defined
+        change = jnp.max(jnp.abs(after - before))
+        return change, jnp.max(jnp.abs(before)), is_flipped
 
     if batch_size is None:
-        changes, sizes, flips = jax.vmap(compare)(inputs)
+        changes, sizes, is_flipped = jax.vmap(compare)(inputs)
     else:
-        changes, sizes, flips = jax.lax.map(compare, inputs, batch_size=batch_size)
+        changes, sizes, is_flipped = jax.lax.map(compare, inputs, batch_size=batch_size)
     change = jnp.max(changes)
-    flipped = jnp.sum(flips)
-    return Certificate(
-        max_abs_change=change,
-        # If all outputs are zero, the relative change is zero or infinite.
-        max_rel_change=jnp.where(change == 0, change, change / jnp.max(sizes)),
-        changed_predictions=flipped,
-        num_inputs=jnp.asarray(len(flips), flipped.dtype),
-    )
+    num_flipped = jnp.sum(is_flipped)
+    # If all outputs are zero, the relative change is zero or infinite.
+    relative_change = jnp.where(change == 0, change, change / jnp.max(sizes))
+    num_inputs = jnp.asarray(len(is_flipped), num_flipped.dtype)
+    return Certificate(change, relative_change, num_flipped, num_inputs)
 
 
 def _prediction(outputs: Array) -> Array:
-    return outputs[0] > 0 if outputs.size == 1 else jnp.argmax(outputs)
+    if outputs.size == 1:
+        return outputs[0] > 0
+    return jnp.argmax(outputs)

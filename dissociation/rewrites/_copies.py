@@ -1,20 +1,21 @@
-"""Find which copies of a group of neurons may move independently: heads, layers of a stack, groups of channels.
+"""Find independent copies of a group of neurons: heads, layers of a stack, groups of channels.
 
 Every row of a parameter starts as its own copy, with a label. Operations unite the labels that they
 combine.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from dissociation.rewrites._axes import UNIT
+from dissociation.rewrites._axes import UNIT, Name
 from dissociation.rewrites._flow import Flow, Step, Value
-from dissociation.rewrites._indexing import WRITES, clipped, update_axes
+from dissociation.rewrites._indexing import WRITES, AxisMap, clipped, update_axes
 from dissociation.rewrites._rules import (
     ALONG,
     COMPARISONS,
@@ -47,41 +48,42 @@ class Copies:
         self.tied: set[int] = set()
         # By index of a parameter and name of an occurrence: the atom, its axis of the parameter,
         # and labels.
-        self.rows: dict[tuple[int, tuple[int, ...]], tuple[int, int, Label]] = {}
+        self.rows: dict[tuple[int, Name], tuple[int, int, Label]] = {}
         self._marks: dict[int, Marks] = {}  # by the `id` of a value
-        # Pairs of labels to unite are only collected: `found` needs one pass over them, as
+        # Pairs of labels to unite are only collected: `copy_of_label` needs one pass over them, as
         # connected components.
         self._pairs: list[np.ndarray] = []
-        self._count = 0
-        self._known: dict[int, dict[int, int]] = {}
+        self._num_labels = 0
+        self._axis_of_atom: dict[int, dict[int, int]] = {}  # by the `id` of a value
 
     def marks(self, value: Value) -> Marks:
         """Return the labels of a value by dimension, without tied dimensions."""
-        return {
-            atom: label
-            for atom, label in self._marks.get(id(value), {}).items()
-            if atom not in self.tied
-        }
+        marks = self._marks.get(id(value), {})
+        return {atom: label for atom, label in marks.items() if atom not in self.tied}
 
     def mark(self, value: Value, marks: Marks) -> None:
         """Set the labels of a value."""
-        self.tied |= {atom for atom in marks if self.axis(value, atom) < 0}
+        for atom in marks:
+            if self.axis(value, atom) < 0:
+                self.tied.add(atom)
         self._marks[id(value)] = marks
 
     def axis(self, value: Value, atom: int) -> int:
         """Return the number of the axis that has a dimension; -1 if it is not unique."""
-        if id(value) not in self._known:
-            own: dict[int, int] = {}
-            for k, axis in enumerate(value.axes):
-                times: dict[int, np.ndarray] = {}
-                for leaf, places in self.flow.atoms.occurrences(axis):
-                    times.setdefault(leaf.atom, np.zeros(value.shape[k], int))[places] += 1
-                own |= {
-                    inner: k if each.max(initial=1) == 1 and inner not in own else -1
-                    for inner, each in times.items()
-                }
-            self._known[id(value)] = own
-        return self._known[id(value)].get(atom, -1)
+        if id(value) not in self._axis_of_atom:
+            self._axis_of_atom[id(value)] = self._find_axes(value)
+        return self._axis_of_atom[id(value)].get(atom, -1)
+
+    def _find_axes(self, value: Value) -> dict[int, int]:
+        axis_of_atom: dict[int, int] = {}
+        for k, axis in enumerate(value.axes):
+            counts: dict[int, np.ndarray] = {}
+            for leaf, positions in self.flow.atoms.occurrences(axis):
+                counts.setdefault(leaf.atom, np.zeros(value.shape[k], int))[positions] += 1
+            for atom, count in counts.items():
+                is_unique = count.max(initial=1) == 1 and atom not in axis_of_atom
+                axis_of_atom[atom] = k if is_unique else -1
+        return axis_of_atom
 
     def begin(self, index: int, value: Value, free: set[int]) -> None:
         """Label a parameter."""
@@ -90,13 +92,13 @@ class Copies:
             for leaf, positions in self.flow.atoms.occurrences(axis):
                 if leaf.atom not in free:
                     continue
-                shape = [
-                    positions.shape[1] if j == k else size for j, size in enumerate(value.shape)
-                ]
-                ids = self._count + np.arange(np.prod(shape)).reshape(shape)
-                self._count += ids.size
+                num_repeats = positions.shape[1]
+                shape = list(value.shape)
+                shape[k] = num_repeats
+                ids = self._num_labels + np.arange(np.prod(shape)).reshape(shape)
+                self._num_labels += ids.size
                 self.rows[index, leaf.name] = leaf.atom, k, ids
-                if positions.size == value.shape[k] and positions.shape[1] == 1:
+                if positions.size == value.shape[k] and num_repeats == 1:
                     marks[leaf.atom] = np.broadcast_to(ids, value.shape)
                     continue
                 label = marks.get(leaf.atom, np.full(value.shape, -1))
@@ -106,71 +108,91 @@ class Copies:
 
     def same(self, labels: Sequence[Label], shape: Sequence[int] | None = None) -> Label:
         """Unite labels at the same entries and return them, broadcast to `shape`."""
-        shape = (
-            np.broadcast_shapes(*(label.shape for label in labels))
-            if shape is None
-            else tuple(shape)
-        )
+        if shape is None:
+            shape = np.broadcast_shapes(*(label.shape for label in labels))
         wide = [np.broadcast_to(label, shape) for label in labels]
         # Axes along which all labels are broadcast stay of length 1: activations may be large.
-        narrow = tuple(
-            slice(0, None if any(label.strides[k] for label in wide) else 1)
-            for k in range(len(shape))
-        )
-        first, *others = [label[narrow] for label in wide]
-        for label in others:
-            first = np.maximum(first, label)
-        for label in [label[narrow] for label in wide] if others else ():
-            self._unite(first, label)
-        return np.broadcast_to(first, shape)
+        varies = np.any([label.strides for label in wide], axis=0)
+        narrow = [label[_without_repeats(varies)] for label in wide]
+        united = functools.reduce(np.maximum, narrow)
+        if len(narrow) > 1:
+            for label in narrow:
+                self._unite(united, label)
+        return np.broadcast_to(united, shape)
 
     def placed(
         self, label: Label, order: Sequence[int | None], shape: Sequence[int] | None = None
     ) -> Label:
-        """Return labels of which axis i is axis `order[i]`, or new for None; unite them along all other axes."""
-        gone = tuple(k for k in range(label.ndim) if k not in order)
-        if gone:
-            small = thin(label)
-            first = small.max(gone, keepdims=True)
-            self._unite(np.broadcast_to(first, small.shape), small)
-            label = np.broadcast_to(
-                first, [1 if k in gone else size for k, size in enumerate(label.shape)]
-            )
-        moved = label.transpose([*(k for k in order if k is not None), *gone])
-        moved = np.expand_dims(
-            moved[(...,) + (0,) * len(gone)], [i for i, k in enumerate(order) if k is None]
-        )
-        return moved if shape is None else np.broadcast_to(moved, shape)
+        """Return labels of which axis i is axis `order[i]`, or new for None.
+
+        Labels are united along all other axes.
+        """
+        removed = tuple(k for k in range(label.ndim) if k not in order)
+        if removed:
+            thin_label = thin(label)
+            largest = thin_label.max(removed, keepdims=True)
+            self._unite(np.broadcast_to(largest, thin_label.shape), thin_label)
+            lengths = np.array(label.shape)
+            lengths[list(removed)] = 1
+            label = np.broadcast_to(largest, lengths)
+
+        moved = label.transpose([*(k for k in order if k is not None), *removed])
+        moved = moved[(..., *[0] * len(removed))]
+        moved = np.expand_dims(moved, [i for i, k in enumerate(order) if k is None])
+        if shape is None:
+            return moved
+        return np.broadcast_to(moved, shape)
 
     def _unite(self, first: Label, second: Label) -> None:
-        differ = (first != second) & (second >= 0)
-        if not differ.any():
+        is_different = (first != second) & (second >= 0)
+        if not is_different.any():
             return
-        one, other = first[differ], second[differ]
-        partner = np.full(other.max() + 1, -1)
-        partner[other] = one
-        if (partner[other] == one).all():  # most labels have one partner, at many entries
-            other = np.flatnonzero(partner >= 0)
-            one = partner[other]
-        self._pairs.append(np.stack([one, other]))
+        targets = first[is_different]
+        sources = second[is_different]
+        target_of = np.full(sources.max() + 1, -1)
+        target_of[sources] = targets
+        if (target_of[sources] == targets).all():
+            # Most labels have one partner, at many entries.
+            sources = np.flatnonzero(target_of >= 0)
+            targets = target_of[sources]
+        self._pairs.append(np.stack([targets, sources]))
 
-    def found(self) -> np.ndarray:
-        """Return the copy of each label; -1 for labels united with no other, as of unused entries."""
+    def copy_of_label(self) -> np.ndarray:
+        """Return the copy of each label; -1 for labels without a partner, as of unused entries."""
         pairs = np.concatenate([np.zeros((2, 0), int), *self._pairs], 1)
-        graph = coo_array(
-            (np.ones(pairs.shape[1]), (pairs[0], pairs[1])), shape=(self._count, self._count)
-        )
-        number = connected_components(graph, directed=False)[1]
-        several = np.bincount(number, minlength=1) > 1
-        return np.where(several, np.cumsum(several) - 1, -1)[number]
+        size = self._num_labels
+        graph = coo_array((np.ones(pairs.shape[1]), (pairs[0], pairs[1])), shape=(size, size))
+        _, components = connected_components(graph, directed=False)
+        is_copy = np.bincount(components, minlength=1) > 1
+        copies = np.where(is_copy, np.cumsum(is_copy) - 1, -1)
+        return copies[components]
 
 
-Rule = Callable[[Copies, Step, Labels, list[int], int], Labels | None]
+class Operands(NamedTuple):
+    """One dimension on the operands of an operation.
+
+    Attributes:
+        atom: The dimension.
+        labels: Label on each operand, or None.
+        axes: Axis of each operand that has the dimension, -1 without a label.
+    """
+
+    atom: int
+    labels: Labels
+    axes: list[int]
+
+
+Rule = Callable[[Copies, Step, Operands], Labels | None]
+
+
+def _without_repeats(varies: Iterable[Any]) -> tuple[slice, ...]:
+    """Return slices of length 1 along the axes on which labels do not vary."""
+    return tuple(slice(None if axis_varies else 1) for axis_varies in varies)
 
 
 def thin(label: Label) -> Label:
     """Return a label with its broadcast axes of length 1."""
-    return label[tuple(slice(0, 1) if step == 0 else slice(None) for step in label.strides)]
+    return label[_without_repeats(label.strides)]
 
 
 def run(copies: Copies, steps: Sequence[Step]) -> None:
@@ -178,333 +200,405 @@ def run(copies: Copies, steps: Sequence[Step]) -> None:
     for step in steps:
         if step.name in PARTS:
             PARTS[step.name](copies, step)
-        elif step.name not in SKIPPED and not any(
-            value is given for value in step.results for given in step.operands
-        ):
+            continue
+        operand_ids = set(map(id, step.operands))
+        if step.name not in SKIPPED and operand_ids.isdisjoint(map(id, step.results)):
             _apply(copies, step)
 
 
 def _apply(copies: Copies, step: Step) -> None:
-    given = [copies.marks(value) for value in step.operands]
-    marks: list[Marks] = [{} for _ in step.results]
-    for atom in {atom for own in given for atom in own}:
-        rule = RULES.get(step.name)
-        labels = [own.get(atom) for own in given]
-        axes = [
-            -1 if label is None else copies.axis(v, atom)
-            for v, label in zip(step.operands, labels, strict=True)
-        ]
-        apart = step.name not in CROSSING and len({axis for axis in axes if axis >= 0}) > 1
-        found = None if rule is None or apart else rule(copies, step, labels, axes, atom)
-        if found is None:
+    operand_marks = list(map(copies.marks, step.operands))
+    result_marks: list[Marks] = [{} for _ in step.results]
+    for atom in set().union(*operand_marks):
+        labels = _ruled(copies, step, operand_marks, atom)
+        if labels is None:
             # If no rule applies, no copies are known to be independent. It is safe to move all of
             # them together.
             copies.tied.add(atom)
             continue
-        for own, label in zip(marks, found, strict=True):
+        for marks, label in zip(result_marks, labels, strict=True):
             if label is not None and (thin(label) >= 0).any():  # a slice may hold no neuron
-                own[atom] = label
-    for value, own in zip(step.results, marks, strict=True):
-        copies.mark(value, own)
+                marks[atom] = label
+    for value, marks in zip(step.results, result_marks, strict=True):
+        copies.mark(value, marks)
 
 
-def _one_by_one(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels:
-    there = [label for label in labels if label is not None]
-    return [copies.same(there, value.shape) for value in step.results]
+def _ruled(copies: Copies, step: Step, operand_marks: list[Marks], atom: int) -> Labels | None:
+    """Apply the rule of an operation to one dimension, or return None if no rule applies."""
+    labels = [marks.get(atom) for marks in operand_marks]
+    axes = [-1] * len(labels)
+    for k, label in enumerate(labels):
+        if label is not None:
+            axes[k] = copies.axis(step.operands[k], atom)
+    is_crossing = len(set(axes) - {-1}) > 1
+    if step.name not in RULES or (is_crossing and step.name not in CROSSING):
+        return None
+    return RULES[step.name](copies, step, Operands(atom, labels, axes))
 
 
-def _whole_axes(
-    copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int
-) -> Labels | None:
+def _one_by_one(copies: Copies, step: Step, operands: Operands) -> Labels:
+    labels = [label for label in operands.labels if label is not None]
+    return [copies.same(labels, value.shape) for value in step.results]
+
+
+def _whole_axes(copies: Copies, step: Step, operands: Operands) -> Labels | None:
     """Propagate labels through an operation that moves axes, or combines all entries along some."""
-    label = _one_by_one(copies, step, labels, axes, atom)[0] if len(labels) > 1 else labels[0]
+    label = operands.labels[0]
+    if len(operands.labels) > 1:
+        label = _one_by_one(copies, step, operands)[0]
     order = _order(step)
-    if max(axes) not in order:
-        return [None for _ in step.results]
+    if max(operands.axes) not in order:
+        return [None] * len(step.results)
     return [copies.placed(label, order, value.shape) for value in step.results]
 
 
-def _order(step: Step) -> list[int | None]:
-    """Return the operand's axis for each axis of a result; None if it is new or combines all entries."""
-    params, given, made = step.params, step.operands[0].shape, step.results[0].shape
+def _order(step: Step) -> AxisMap:
+    """Return the operand's axis for each axis of a result.
+
+    It is None for axes that are new, and for those along which all entries are combined.
+    """
+    params = step.params
+    shape = step.operands[0].shape
     if step.name == "transpose":
         return list(params["permutation"])
+    order: AxisMap = [None] * len(step.shape)
     if step.name == "broadcast_in_dim":
-        places = {to: k for k, to in enumerate(params["broadcast_dimensions"])}
-        return [places.get(to) for to in range(len(made))]
+        for k, target in enumerate(params["broadcast_dimensions"]):
+            order[target] = k
+        return order
     if "axes" in params or step.name == "squeeze":
-        over = params["axes"] if "axes" in params else params["dimensions"]  # perhaps none
-        return [k for k in range(len(given)) if k not in over]
+        removed = params["axes"] if "axes" in params else params["dimensions"]  # perhaps none
+        return [k for k in range(len(shape)) if k not in removed]
+
     if "window_dimensions" in params:
-        over = [
-            k
-            for k, width in enumerate(params["window_dimensions"])
-            if width > 1 or given[k] != made[k]
-        ]
+        widths = params["window_dimensions"]
+        combined = [k for k, n in enumerate(widths) if n > 1 or shape[k] != step.shape[k]]
     elif "fft_lengths" in params:
-        over = range(len(given) - len(params["fft_lengths"]), len(given))
+        combined = range(len(shape) - len(params["fft_lengths"]), len(shape))
     else:
-        over = [params.get("axis", params.get("dimension", -1)) % len(given)]
-    return [None if k in over else k for k in range(len(given))]
+        combined = [params.get("axis", params.get("dimension", -1)) % len(shape)]
+    for k in range(len(shape)):
+        if k not in combined:
+            order[k] = k
+    return order
 
 
-def _moved(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    found = MOVES[step.name](step, labels[0])
-    return found if isinstance(found, list) else [found]
+def _moved(copies: Copies, step: Step, operands: Operands) -> Labels | None:
+    moved = MOVES[step.name](step, operands.labels[0])
+    if isinstance(moved, list):
+        return moved
+    return [moved]
 
 
 def _reshape(step: Step, label: Label) -> Label:
-    shape = step.results[0].shape
-    even = all(
-        stride == 0 or size == 1 for stride, size in zip(label.strides, label.shape, strict=True)
-    )
-    return np.broadcast_to(label.flat[0], shape) if even else label.reshape(shape)
+    if thin(label).size == 1:
+        return np.broadcast_to(label.flat[0], step.shape)
+    return label.reshape(step.shape)
 
 
 def _pad(step: Step, label: Label) -> Label:
     with jax.ensure_compile_time_eval():
-        return np.asarray(
-            jax.lax.pad(np.ascontiguousarray(label), -1, step.params["padding_config"])
-        )
+        padded = jax.lax.pad(np.ascontiguousarray(label), -1, step.params["padding_config"])
+        return np.asarray(padded)
 
 
 def _slice(step: Step, label: Label) -> Label:
-    bounds = (
-        step.params["start_indices"],
-        step.params["limit_indices"],
-        step.params["strides"] or (1,) * label.ndim,
-    )
-    return label[tuple(slice(*each) for each in zip(*bounds, strict=True))]
+    starts = step.params["start_indices"]
+    strides = step.params["strides"] or (1,) * label.ndim
+    return label[tuple(map(slice, starts, step.params["limit_indices"], strides))]
 
 
-def _joined(
-    copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int
-) -> Labels | None:
-    pairs = zip(labels, step.operands, strict=True)
-    parts = [np.broadcast_to(-1, value.shape) if label is None else label for label, value in pairs]
+def _joined(copies: Copies, step: Step, operands: Operands) -> Labels | None:
+    labels = []
+    for value, label in zip(step.operands, operands.labels, strict=True):
+        if label is None:
+            label = np.broadcast_to(-1, value.shape)
+        labels.append(label)
     if step.name == "stack":
-        return [np.stack(parts, step.params["axis"])]
-    return [np.concatenate(parts, step.params["dimension"])]
+        return [np.stack(labels, step.params["axis"])]
+    return [np.concatenate(labels, step.params["dimension"])]
 
 
-def _read(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+def _read(copies: Copies, step: Step, operands: Operands) -> Labels | None:
     """Propagate labels through `gather`; entries read at unknown places get one label."""
     value, where = step.operands
-    numbers, sizes, out = (
-        step.params["dimension_numbers"],
-        step.params["slice_sizes"],
-        step.results[0].shape,
-    )
-    found = []
-    if labels[0] is not None and where.known is not None:
+    value_label, where_label = operands.labels
+    numbers = step.params["dimension_numbers"]
+    sizes = step.params["slice_sizes"]
+    index_axes = [k for k in range(len(step.shape)) if k not in numbers.offset_dims]
+
+    labels = []
+    if value_label is not None and where.known is not None:
         with jax.ensure_compile_time_eval():
-            whole, mode = np.ascontiguousarray(labels[0]), step.params["mode"]
-            read = jax.lax.gather(whole, where.known, numbers, sizes, mode=mode, fill_value=-1)
-        found.append(np.asarray(read))
-    elif labels[0] is not None:
-        batching = dict(
-            zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
+            read = jax.lax.gather(
+                np.ascontiguousarray(value_label),
+                where.known,
+                numbers,
+                sizes,
+                mode=step.params["mode"],
+                fill_value=-1,
+            )
+        labels.append(np.asarray(read))
+    elif value_label is not None:
+        order: AxisMap = [None] * len(step.shape)
+        batching = zip(
+            numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True
         )
-        kept = (
-            k
-            for k in range(len(sizes))
-            if k not in (*numbers.collapsed_slice_dims, *batching.values())
-        )
-        whole = [k if sizes[k] == value.shape[k] else None for k in kept]
-        places = iter(range(len(out)))
-        order = [
-            whole.pop(0) if k in numbers.offset_dims else batching.get(next(places))
-            for k in range(len(out))
-        ]
-        found.append(copies.placed(labels[0], order))
-    if labels[1] is not None:
-        places = iter(range(len(out)))
-        order = [None if k in numbers.offset_dims else next(places) for k in range(len(out))]
-        found.append(copies.placed(labels[1], order))
-    return [copies.same(found, out)]
+        for n, k in batching:
+            order[index_axes[n]] = k
+        outside = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        window = [k for k in range(len(sizes)) if k not in outside]
+        for n, k in zip(numbers.offset_dims, window, strict=True):
+            if sizes[k] == value.shape[k]:
+                order[n] = k
+        labels.append(copies.placed(value_label, order))
+    if where_label is not None:
+        order = [None] * len(step.shape)
+        for n, k in enumerate(index_axes):
+            order[k] = n
+        labels.append(copies.placed(where_label, order))
+    return [copies.same(labels, step.shape)]
 
 
-def _written(
-    copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int
-) -> Labels | None:
-    place = 1 if step.name == "dynamic_update_slice" else 2
-    if place == 2 and labels[1] is not None:
-        return None
-    whole, part = step.operands[0].shape, step.operands[place].shape
-    pairs = update_axes(step.params.get("dimension_numbers"), len(whole), len(part))
-    found = [] if labels[0] is None else [labels[0]]
-    if labels[place] is not None:
-        order = [
-            k if k is not None and part[k] == size else None
-            for k, size in zip(pairs, whole, strict=True)
-        ]
-        found.append(copies.placed(labels[place], order))
-    return [copies.same(found, whole)]
+def _written(copies: Copies, step: Step, operands: Operands) -> Labels | None:
+    label, update_label = operands.labels[:2]
+    update = step.operands[1]
+    if step.name != "dynamic_update_slice":
+        if update_label is not None:  # the second operand holds indices
+            return None
+        update_label = operands.labels[2]
+        update = step.operands[2]
+
+    shape = step.operands[0].shape
+    labels = []
+    if label is not None:
+        labels.append(label)
+    if update_label is not None:
+        numbers = step.params.get("dimension_numbers")
+        order = update_axes(numbers, len(shape), len(update.shape))
+        for k, update_axis in enumerate(order):
+            if update_axis is not None and update.shape[update_axis] != shape[k]:
+                order[k] = None
+        labels.append(copies.placed(update_label, order))
+    return [copies.same(labels, shape)]
 
 
-def _dynamic_slice(
-    copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int
-) -> Labels | None:
-    label, out = labels[0], step.results[0].shape
-    for k, size in enumerate(out):
+def _dynamic_slice(copies: Copies, step: Step, operands: Operands) -> Labels | None:
+    label = operands.labels[0]
+    for k, size in enumerate(step.shape):
         start: Any = step.operands[1 + k].known
-        if size < label.shape[k] and start is None:  # any entry may be read
-            label = copies.placed(label, [None if j == k else j for j in range(label.ndim)])
-        elif size < label.shape[k]:
-            label = np.take(label, clipped(start, label.shape[k], size) + np.arange(size), k)
-    return [np.broadcast_to(label, out)]
+        length = label.shape[k]
+        if size < length and start is None:  # any entry may be read
+            order: AxisMap = list(range(label.ndim))
+            order[k] = None
+            label = copies.placed(label, order)
+        elif size < length:
+            indices = clipped(start, length, size) + np.arange(size)
+            label = np.take(label, indices, k)
+    return [np.broadcast_to(label, step.shape)]
 
 
 def _product(
     copies: Copies,
-    labels: Labels,
-    axes: list[int],
+    operands: Operands,
     letters: Sequence[list[Any]],
-    out: list[Any],
+    result_letters: list[Any],
     shape: Sequence[int],
 ) -> Labels | None:
     """Return the labels of a sum of products in the notation of `einsum`."""
-    along = {own[axis] for own, axis in zip(letters, axes, strict=True) if axis >= 0}
+    _, labels, axes = operands
+    along = {letters[side][axis] for side, axis in enumerate(axes) if axis >= 0}
     if len(along) > 1:
         return None
-    everything, aligned = dict.fromkeys([*out, *letters[0], *letters[1]]), []
-    for label, own, other in zip(labels, letters, letters[::-1], strict=True):
-        if label is not None:
-            # Along axes that the other factor lacks, each of its entries is multiplied with all
-            # entries of this factor.
-            kept = set(own) & set(other) if min(axes) >= 0 else own
-            aligned.append(
-                copies.placed(label, [own.index(x) if x in kept else None for x in everything])
-            )
-    label = copies.same(aligned)
-    return [copies.placed(label, range(len(out)), shape) if along <= set(out) else None]
-
-
-def _dot(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    contracted, batched = step.params["dimension_numbers"]
-    letters: list[list[Any]] = []
-    for side, value in enumerate(step.operands):
-        named = {k: ("sum", n) for n, k in enumerate(contracted[side])}
-        named |= {k: ("batch", n) for n, k in enumerate(batched[side])}
-        letters.append([named.get(k, (side, k)) for k in range(len(value.shape))])
-    out = [("batch", n) for n in range(len(batched[0]))]
-    out += [x for side in (0, 1) for x in letters[side] if x[0] == side]
-    return _product(copies, labels, axes, letters, out, step.results[0].shape)
-
-
-def _convolution(
-    copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int
-) -> Labels | None:
-    numbers, groups = step.params["dimension_numbers"], step.params["feature_group_count"]
-    letters = ["image", "group", "in"], ["group", "out", "in"]
-    flat: Labels = [None, None]
-    places = [-1, -1]
-    for side, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
-        label, axis, value = labels[side], axes[side], step.operands[side]
+    all_letters = list(dict.fromkeys([*result_letters, *letters[0], *letters[1]]))
+    aligned = []
+    for side, label in enumerate(labels):
         if label is None:
             continue
-        if axis not in spec[:2]:
+        # Along axes that the other factor lacks, each of its entries is multiplied with all
+        # entries of this factor.
+        order: AxisMap = [None] * len(all_letters)
+        for k, letter in enumerate(letters[side]):
+            if min(axes) < 0 or letter in letters[1 - side]:
+                order[all_letters.index(letter)] = k
+        aligned.append(copies.placed(label, order))
+
+    label = copies.same(aligned)
+    if not along <= set(result_letters):
+        return [None]
+    return [copies.placed(label, range(len(result_letters)), shape)]
+
+
+def _dot(copies: Copies, step: Step, operands: Operands) -> Labels | None:
+    contracted, batched = step.params["dimension_numbers"]
+    letters: list[list[Any]] = []
+    result_letters: list[Any] = [("batch", n) for n in range(len(batched[0]))]
+    for side, value in enumerate(step.operands):
+        free = [(side, k) for k in range(len(value.shape))]
+        factor_letters: list[Any] = list(free)
+        for n, k in enumerate(contracted[side]):
+            factor_letters[k] = ("sum", n)
+        for n, k in enumerate(batched[side]):
+            factor_letters[k] = ("batch", n)
+        letters.append(factor_letters)
+        result_letters += [letter for letter in free if letter in factor_letters]
+    return _product(copies, operands, letters, result_letters, step.shape)
+
+
+def _convolution(copies: Copies, step: Step, operands: Operands) -> Labels | None:
+    numbers = step.params["dimension_numbers"]
+    groups = step.params["feature_group_count"]
+    letters = [["image", "group", "in"], ["group", "out", "in"]]
+    grouped = Operands(operands.atom, [None, None], [-1, -1])
+    for side, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
+        if operands.labels[side] is None:
+            continue
+        if operands.axes[side] not in spec[:2]:
             return None
-        blocked = spec[1 - side]  # axis that feature groups divide
-        sizes = groups, value.shape[blocked] // groups
-        plain = copies.placed(label, spec[:2])
-        flat[side] = plain.reshape(*sizes, -1) if side else plain.reshape(-1, *sizes)
-        block = (
-            copies.flow.atoms.factored(value.axes[blocked] or UNIT, sizes)[0]
-            if axis == blocked
-            else UNIT
-        )
-        grouped = any(leaf.atom == atom for leaf in copies.flow.atoms.leaves(block))
-        names = ("out", "in") if side else ("image", "in")
-        places[side] = letters[side].index("group" if grouped else names[spec.index(axis)])
-    out, shape = numbers.out_spec, step.results[0].shape
-    blocks = shape[out[0]], groups, shape[out[1]] // groups
-    found = _product(copies, flat, places, letters, ["image", "group", "out"], blocks)
-    if found is None or found[0] is None:
-        return found
-    order = [place if (place := out.index(k)) < 2 else None for k in range(len(out))]
-    return [copies.placed(found[0].reshape(shape[out[0]], shape[out[1]]), order, shape)]
+        label, letter = _grouped(copies, step, operands, side, spec)
+        grouped.labels[side] = label
+        grouped.axes[side] = letters[side].index(letter)
+
+    batch, channel, *_ = numbers.out_spec
+    num_images = step.shape[batch]
+    num_outputs = step.shape[channel]
+    blocks = num_images, groups, num_outputs // groups
+    labels = _product(copies, grouped, letters, ["image", "group", "out"], blocks)
+    if labels is None or labels[0] is None:
+        return labels
+    order: AxisMap = [None] * len(step.shape)
+    order[batch] = 0
+    order[channel] = 1
+    label = labels[0].reshape(num_images, num_outputs)
+    return [copies.placed(label, order, step.shape)]
+
+
+def _grouped(
+    copies: Copies, step: Step, operands: Operands, side: int, spec: Sequence[Any]
+) -> tuple[Label, str]:
+    """Return a convolution's labels by feature group, and the letter of the axis of neurons."""
+    value = step.operands[side]
+    axis = operands.axes[side]
+    groups = step.params["feature_group_count"]
+    divided = spec[1 - side]  # axis that feature groups divide
+    sizes = groups, value.shape[divided] // groups
+    shape = (*sizes, -1) if side else (-1, *sizes)
+    label = copies.placed(operands.labels[side], spec[:2]).reshape(shape)
+    if axis == divided:
+        atoms = copies.flow.atoms
+        block = atoms.factored(value.axes[divided] or UNIT, sizes)[0]
+        if any(leaf.atom == operands.atom for leaf in atoms.leaves(block)):
+            return label, "group"
+    if axis == spec[1]:
+        return label, "in"
+    return label, ("image", "out")[side]
 
 
 def _scan(copies: Copies, step: Step) -> None:
-    (part,), params = step.parts, step.params
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    carry, slices = part.inputs[first:last], part.inputs[last:]
-    ends, made = part.outputs[: last - first], part.outputs[last - first :]
-    for value, start in zip(carry, step.operands[first:last], strict=True):
-        copies.mark(value, copies.marks(start))
-    marks = [copies.marks(value) for value in step.operands[last:]]
-    differ = any((label != label[:1]).any() for own in marks for label in own.values())
-    turns = list(range(params["length"]))[:: -1 if params["reverse"] else 1]
+    body = step.parts[0]
+    first = step.params["num_consts"]
+    num_carry = step.params["num_carry"]
+    last = first + num_carry
+    carry = body.inputs[first:last]
+    ends = body.outputs[:num_carry]
+    _hand_on(copies, step.operands[first:last], carry)
+    operand_marks = list(map(copies.marks, step.operands[last:]))
+
     # One run of the body is enough for equal labels, and safe for a loop that is too long to
     # unroll.
-    once = not differ or len(turns) > LONGEST
-    found: dict[int, list[Marks]] = {}
-    for turn in [0] if once else turns:
-        for value, own in zip(slices, marks, strict=True):
-            rows = range(1, len(value.shape) + 1)
-            each = {
-                atom: copies.placed(label, rows) if once else label[turn]
-                for atom, label in own.items()
-            }
-            copies.mark(value, each)
-        if once:
-            _settled(copies, [part.steps], carry, ends)
+    runs_once = step.params["length"] > LONGEST or not any(map(_differs, operand_marks))
+    turns: Sequence[int] = range(step.params["length"])
+    if runs_once:
+        turns = [0]
+    elif step.params["reverse"]:
+        turns = turns[::-1]
+    marks_of_turn: dict[int, list[Marks]] = {}
+    for turn in turns:
+        for value, marks in zip(body.inputs[last:], operand_marks, strict=True):
+            slice_marks: Marks = {}
+            for atom, label in marks.items():
+                if runs_once:
+                    slice_marks[atom] = copies.placed(label, range(1, label.ndim))
+                else:
+                    slice_marks[atom] = label[turn]
+            copies.mark(value, slice_marks)
+        if runs_once:
+            _settle(copies, [body.steps], carry, ends)
         else:
-            run(copies, part.steps)
-        found[turn] = [copies.marks(value) for value in made]
-        for value, own in zip(carry, [copies.marks(value) for value in ends], strict=True):
-            copies.mark(value, own)
-    for k, value in enumerate(step.results[last - first :]):
-        whole: Marks = {}
-        for atom in {atom for own in found.values() for atom in own[k]}:
-            labels = [
-                found[turn][k].get(atom, np.full(value.shape[1:], -1)) for turn in sorted(found)
-            ]
-            whole[atom] = np.broadcast_to(labels[0] if once else np.stack(labels), value.shape)
-        copies.mark(value, whole)
+            run(copies, body.steps)
+        marks_of_turn[turn] = list(map(copies.marks, body.outputs[num_carry:]))
+        _hand_on(copies, ends, carry)
+
+    for k, value in enumerate(step.results[num_carry:]):
+        _stack_turns(copies, value, [marks_of_turn[turn][k] for turn in sorted(turns)])
 
 
-def _settled(
-    copies: Copies, programs: list[list[Step]], carry: list[Value], after: list[Value]
+def _hand_on(copies: Copies, sources: list[Value], targets: list[Value]) -> None:
+    """Set the labels of values to those of other values, which may be among them."""
+    for target, marks in zip(targets, list(map(copies.marks, sources)), strict=True):
+        copies.mark(target, marks)
+
+
+def _differs(marks: Marks) -> bool:
+    """Return True if labels differ between the iterations of a loop."""
+    return any((label != label[:1]).any() for label in marks.values())
+
+
+def _stack_turns(copies: Copies, value: Value, marks_of_turns: list[Marks]) -> None:
+    """Set the labels of a loop's output to those of all iterations; a single one is for all."""
+    stacked: Marks = {}
+    missing = np.full(value.shape[1:], -1)
+    for atom in set().union(*marks_of_turns):
+        labels = [marks.get(atom, missing) for marks in marks_of_turns]
+        label = labels[0]
+        if len(labels) > 1:
+            label = np.stack(labels)
+        stacked[atom] = np.broadcast_to(label, value.shape)
+    copies.mark(value, stacked)
+
+
+def _merged(copies: Copies, value: Value, cases: list[Marks]) -> Marks:
+    """Unite the labels that a value has in several cases."""
+    merged: Marks = {}
+    for atom in set().union(*cases):
+        labels = [marks[atom] for marks in cases if atom in marks]
+        merged[atom] = copies.same(labels, value.shape)
+    return merged
+
+
+def _settle(
+    copies: Copies, programs: list[list[Step]], carry: list[Value], ends: list[Value]
 ) -> None:
     """Propagate labels through loop bodies until the carried labels stop changing."""
-    grown = True
+    is_settled = False
     # Labels only unite, so the loop ends.
-    while grown:
-        grown = False
+    while not is_settled:
+        is_settled = True
         for steps in programs:
             run(copies, steps)
-        for value, new in [(v, copies.marks(w)) for v, w in zip(carry, after, strict=True)]:
-            before = copies.marks(value)
-            for atom in before | new:
-                label = copies.same(
-                    [own[atom] for own in (before, new) if atom in own], value.shape
-                )
-                grown |= atom not in before or bool(((label >= 0) & (before[atom] < 0)).any())
-                new[atom] = label
-            copies.mark(value, new)
+        for value, end_marks in zip(carry, list(map(copies.marks, ends)), strict=True):
+            marks = copies.marks(value)
+            merged = _merged(copies, value, [marks, end_marks])
+            for atom, label in merged.items():
+                if atom not in marks or ((label >= 0) & (marks[atom] < 0)).any():
+                    is_settled = False
+            copies.mark(value, merged)
 
 
 def _while(copies: Copies, step: Step) -> None:
     test, body = step.parts
     carry = body.inputs[step.params["body_nconsts"] :]
-    for value, start in zip(carry, step.operands[len(step.operands) - len(carry) :], strict=True):
-        copies.mark(value, copies.marks(start))
+    _hand_on(copies, step.operands[len(step.operands) - len(carry) :], carry)
     # The number of iterations is unknown: one label must hold for all of them.
-    _settled(copies, [test.steps, body.steps], carry, body.outputs)
+    _settle(copies, [test.steps, body.steps], carry, body.outputs)
 
 
 def _cond(copies: Copies, step: Step) -> None:
-    for part in step.parts:
-        run(copies, part.steps)
+    for branch in step.parts:
+        run(copies, branch.steps)
     for k, value in enumerate(step.results):
-        cases = [copies.marks(part.outputs[k]) for part in step.parts]
-        atoms = {atom for own in cases for atom in own}
-        copies.mark(
-            value,
-            {atom: copies.same([own[atom] for own in cases if atom in own]) for atom in atoms},
-        )
+        cases = [copies.marks(branch.outputs[k]) for branch in step.parts]
+        copies.mark(value, _merged(copies, value, cases))
 
 
 CROSSING = ("gather", *WRITES, "dynamic_update_slice", "dot_general", "conv_general_dilated")
@@ -547,29 +641,40 @@ RULES: dict[str, Rule] = {
 }
 
 
-def copies_told_apart(
-    flow: Flow, made: Sequence[Value], free: set[int]
-) -> tuple[dict[int, int], dict[tuple[int, tuple[int, ...]], np.ndarray]]:
-    """Return the number of independent copies of each dimension, and the copy at each parameter entry."""
+def independent_copies(
+    flow: Flow, parameters: Sequence[Value], free: set[int]
+) -> tuple[dict[int, int], dict[tuple[int, Name], np.ndarray]]:
+    """Return the number of independent copies by dimension, and the copy at each entry."""
     copies = Copies(flow)
-    for index, value in enumerate(made):
+    for index, value in enumerate(parameters):
         copies.begin(index, value, free)
-    copies.tied |= {leaf.atom for axis in flow.referred for leaf in flow.atoms.leaves(axis)}
+    for axis in flow.referred:
+        copies.tied.update(leaf.atom for leaf in flow.atoms.leaves(axis))
     run(copies, flow.steps)
-    found = copies.found()
+
+    copy_of_label = copies.copy_of_label()
     numbers: dict[int, dict[int, int]] = {}
-    slots = {}
-    for place, (atom, axis, ids) in copies.rows.items():
-        own = numbers.setdefault(atom, {})
-        old = np.full(ids.shape, -1) if atom in copies.tied else found[ids]
-        there, firsts = np.unique(old[old >= 0], return_index=True)
-        for number in there[np.argsort(firsts)].tolist():
-            own.setdefault(number, len(own))
-        # The last entry is for -1.
-        known = np.array([own.get(number, 0) for number in range(found.max(initial=-1) + 1)] + [0])
-        new = known[old]
-        for k in range(new.ndim):
-            if k != axis and new.size and (new == np.take(new, [0], k)).all():
-                new = np.take(new, [0], k)
-        slots[place] = new
-    return {atom: max(len(own), 1) for atom, own in numbers.items()}, slots
+    entries = {}
+    for occurrence, (atom, axis, ids) in copies.rows.items():
+        copy_at = np.full(ids.shape, -1)
+        if atom not in copies.tied:
+            copy_at = copy_of_label[ids]
+        # Copies are numbered by their first entries.
+        number_of_copy = numbers.setdefault(atom, {})
+        distinct, firsts = np.unique(copy_at[copy_at >= 0], return_index=True)
+        for copy in distinct[np.argsort(firsts)].tolist():
+            number_of_copy.setdefault(copy, len(number_of_copy))
+        renumbered = np.zeros(copy_of_label.max(initial=-1) + 2, int)  # the last one is for -1
+        for copy, number in number_of_copy.items():
+            renumbered[copy] = number
+
+        number_at = renumbered[copy_at]
+        for k in range(number_at.ndim):
+            if k == axis or not number_at.size:
+                continue
+            first = np.take(number_at, [0], k)
+            if (number_at == first).all():
+                number_at = first
+        entries[occurrence] = number_at
+    num_copies = {atom: max(len(copies), 1) for atom, copies in numbers.items()}
+    return num_copies, entries

@@ -9,30 +9,37 @@ Params = dict[str, Any]
 
 
 def _iota(params: Params) -> np.ndarray:
-    shape, axis = params["shape"], params["dimension"]
+    shape = params["shape"]
+    axis = params["dimension"]
+    size = shape[axis]
     lengths = [1] * len(shape)
-    lengths[axis] = shape[axis]
-    return np.broadcast_to(np.arange(shape[axis]).reshape(lengths), shape)
+    lengths[axis] = size
+    indices = np.arange(size).reshape(lengths)
+    return np.broadcast_to(indices, shape)
 
 
 def _broadcast(params: Params, value: np.ndarray) -> np.ndarray:
-    lengths = [1] * len(params["shape"])
+    shape = params["shape"]
+    lengths = [1] * len(shape)
     for axis, size in zip(params["broadcast_dimensions"], value.shape, strict=True):
         lengths[axis] = size
-    return np.broadcast_to(value.reshape(lengths), params["shape"])
+    return np.broadcast_to(value.reshape(lengths), shape)
 
 
 def _slice(params: Params, value: np.ndarray) -> np.ndarray:
+    starts = params["start_indices"]
+    stops = params["limit_indices"]
     strides = params["strides"] or (1,) * value.ndim
-    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-    return value[tuple(slice(start, stop, step) for start, stop, step in bounds)]
+    slices = tuple(map(slice, starts, stops, strides))
+    return value[slices]
 
 
 def _divide(_: Params, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.dtype.kind not in "iu":
         return a / b
     # Integers are divided towards zero.
-    return (a - np.fmod(a, b)) // b
+    remainder = np.fmod(a, b)
+    return (a - remainder) // b
 
 
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
@@ -56,7 +63,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
 
 FOLDS: dict[str, Callable[..., np.ndarray]] = {
     "div": _divide,
-    "select_n": lambda _, which, *cases: np.choose(which.astype(int), cases),
+    "select_n": lambda _, index, *cases: np.choose(index.astype(int), cases),
     "convert_element_type": lambda _, value: value,  # `folded` converts the result
     "concatenate": lambda params, *values: np.concatenate(values, params["dimension"]),
     "iota": _iota,
@@ -78,14 +85,11 @@ def is_foldable(equation: Any) -> bool:
 def folded(equation: Any, values: Sequence[np.ndarray]) -> np.ndarray:
     """Return the result of an operation on constants, in the dtype that JAX gives it."""
     name = equation.primitive.name
-    operands = [
-        np.asarray(value, atom.aval.dtype)
-        for value, atom in zip(values, equation.invars, strict=True)
-    ]
+    operands = []
+    for value, atom in zip(values, equation.invars, strict=True):
+        operands.append(np.asarray(value, atom.aval.dtype))
+    dtype = equation.outvars[0].aval.dtype
     with np.errstate(all="ignore"):
-        result = (
-            ELEMENTWISE[name](*operands)
-            if name in ELEMENTWISE
-            else FOLDS[name](equation.params, *operands)
-        )
-        return np.asarray(result).astype(equation.outvars[0].aval.dtype)
+        if name in ELEMENTWISE:
+            return np.asarray(ELEMENTWISE[name](*operands)).astype(dtype)
+        return np.asarray(FOLDS[name](equation.params, *operands)).astype(dtype)

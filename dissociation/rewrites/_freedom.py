@@ -18,7 +18,7 @@ from dissociation.rewrites._rewrites import Rewrite, rotate, scale
 
 ENDS = ("low", "high")
 SMALLEST = 1e-4
-"""Length of the activity of unused neurons at an end, relative to the longest: they hardly count."""
+"""Length of the activity of unused neurons at an end, relative to the longest."""
 
 
 class CkaRange(NamedTuple):
@@ -49,38 +49,48 @@ class CkaRange(NamedTuple):
     __repr__ = printed
 
     def rewrite(self, group: NeuronGroup, *, end: str) -> Rewrite:
-        """Return the rewrite of the group's network that approaches an end, "low" or "high"; see `rewrites.scale`.
+        """Return the rewrite of the group's network that approaches an end, "low" or "high".
+
+        See `rewrites.scale`.
 
         Raises:
             ValueError: If `end` is unknown, or the group does not have one scaling, of positive
                 degree.
         """
         lengths = np.where(self.constant, 1.0, self.lengths)
-        wanted = np.sqrt(at_end(end, self.low_weights, self.high_weights)) * lengths
+        weights = at_end(end, self.low_weights, self.high_weights)
+        target = np.sqrt(weights) * lengths
         # A rewrite needs positive factors, also for unused neurons.
-        factors = np.maximum(wanted / wanted.max(), SMALLEST) / lengths * np.median(lengths)
+        relative = np.maximum(target / target.max(), SMALLEST)
+        factors = relative / lengths * np.median(lengths)
         # At the low end one neuron outgrows the others, whatever their exact factors.
-        free = (wanted == 0) if end == "high" else np.ones(len(wanted), bool)
+        free = np.ones(len(target), bool)
+        if end == "high":
+            free = target == 0
         return scale_activity(group, np.where(self.constant, 1.0, factors), free)
 
 
 def at_end(end: str, low: Any, high: Any) -> Any:
     """Return `low` or `high` for an end; raise if there is no such end."""
     check_choice("end", end, ENDS)
-    return low if end == "low" else high
+    if end == "low":
+        return low
+    return high
 
 
 def scale_activity(group: NeuronGroup, factors: Any, free: np.ndarray | None = None) -> Rewrite:
-    """Return the rewrite that multiplies activities by factors [neurons], by the nearest powers of two where `free`."""
+    """Return the rewrite that multiplies activities by factors [neurons].
+
+    Factors of the neurons `free` are rounded to powers of two.
+    """
     if group.degree is None or group.degree <= 0 or len(group.scalings) != 1:
         fail("group", "be homogeneous of a positive degree, in one way", group)
-    # Activities scale by factor^degree. Powers of two round no weight, so they are taken if any
-    # factor will do.
-    factors = factors ** (1 / group.degree)
-    return scale(
-        group,
-        factors if free is None else np.where(free, np.exp2(np.round(np.log2(factors))), factors),
-    )
+    factors = factors ** (1 / group.degree)  # activities scale by factor^degree
+    if free is not None:
+        # Powers of two round no weight, so they are taken if any factor will do.
+        powers = np.exp2(np.round(np.log2(factors)))
+        factors = np.where(free, powers, factors)
+    return scale(group, factors)
 
 
 @validated
@@ -88,7 +98,7 @@ def cka_range(
     x: Float[Array | np.ndarray, "samples neurons *positions"],
     reference: Float[Array | np.ndarray, "samples features"],
 ) -> CkaRange:
-    """Return the attainable range of linear CKA with a reference over all positive scalings of the neurons.
+    """Return the attainable range of linear CKA with a reference over positive scalings of neurons.
 
     If the activation is homogeneous, networks of one function fill the range and `CkaRange.rewrite`
     approaches both ends. Duplicated neurons do not change the range, neurons without effect may
@@ -107,30 +117,36 @@ def cka_range(
     Raises:
         ValueError: If the numbers of samples differ, or all neurons or the reference are constant.
     """
-    (columns, still, unit_of_x), (other, _, _) = _centred("x", x), _centred("reference", reference)
-    neurons = columns.reshape(len(columns), x.shape[1], -1)
-    constant = np.asarray(still.reshape(x.shape[1], -1).all(1))
+    columns, is_constant_column, unit_of_x = _centred("x", x)
+    features, _, _ = _centred("reference", reference)
+    num_neurons = x.shape[1]
+    neurons = columns.reshape(len(columns), num_neurons, -1)
+    constant = np.asarray(is_constant_column.reshape(num_neurons, -1).all(1))
+    varying = np.flatnonzero(~constant)
     norms = np.linalg.norm(neurons, axis=(0, 2))
-    unit = (
-        neurons[:, ~constant] / norms[~constant, None]
-    )  # neurons of length 1, the unit of the weights
-    gains = (np.tensordot(other, unit, (0, 0)) ** 2).sum((0, 2)) / np.linalg.norm(other.T @ other)
+    unit = neurons[:, varying] / norms[varying, None]  # weights are those of neurons of length 1
+    products = np.tensordot(features, unit, (0, 0))
+    size = np.linalg.norm(features.T @ features)
+    gains = (products**2).sum((0, 2)) / size
     gram = _inner_squares(unit)
-    own = norms[~constant] ** 2
+
     # The maximum over w >= 0 is a non-negative least squares problem; the infimum lies at a single
     # neuron.
     best, residual = _largest(gram, gains)
     alone = gains / np.sqrt(np.diag(gram))
     single = int(np.argmin(alone))
-    weights = np.zeros((2, len(norms)))
-    weights[0, np.flatnonzero(~constant)[single]] = 1 / own[single]
-    weights[1, ~constant] = best / own
+    weights = norms[varying] ** 2  # of the representation as it is
+    outgrowing = varying[single]
+    low_weights = np.zeros(num_neurons)
+    low_weights[outgrowing] = 1 / weights[single]
+    high_weights = np.zeros(num_neurons)
+    high_weights[varying] = best / weights
     return CkaRange(
-        measured=float(gains @ own / np.sqrt(own @ gram @ own)),
+        measured=float(gains @ weights / np.sqrt(weights @ gram @ weights)),
         low=float(alone[single]),
         high=float(gains @ best / np.sqrt(best @ gram @ best)),
-        low_weights=weights[0],
-        high_weights=weights[1],
+        low_weights=low_weights,
+        high_weights=high_weights,
         residual=residual,
         constant=constant,
         lengths=norms * unit_of_x,
@@ -157,7 +173,9 @@ class LinearCkaRange(NamedTuple):
     __repr__ = printed
 
     def rewrite(self, group: NeuronGroup, *, end: str) -> Rewrite:
-        """Return the rewrite of the group's network that approaches an end, "low" or "high"; see `rewrites.rotate`.
+        """Return the rewrite of the group's network that approaches an end, "low" or "high".
+
+        See `rewrites.rotate`.
 
         Raises:
             ValueError: If `end` is unknown, or the neurons are not linear.
@@ -170,7 +188,7 @@ def linear_cka_range(
     x: Float[Array | np.ndarray, "samples neurons"],
     reference: Float[Array | np.ndarray, "samples features"],
 ) -> LinearCkaRange:
-    """Return the attainable range of linear CKA with a reference over all invertible maps of linear neurons.
+    """Return the attainable range of linear CKA with a reference over invertible maps of neurons.
 
     Such maps keep the function of a linear network. With an orthonormal basis U of the centred
     columns and A = U^T K0 U,
@@ -193,38 +211,34 @@ def linear_cka_range(
         Braun, Grant and Saxe (2025), on which representations linear networks of one function may
         have.
     """
-    (columns, _, _), (other, _, _) = _centred("x", x), _centred("reference", reference)
+    columns, _, _ = _centred("x", x)
+    features, _, _ = _centred("reference", reference)
     basis, sizes, rows = np.linalg.svd(columns, full_matrices=False)
-    rank = num_directions(
-        columns / column_units(columns),
-        min(max(columns.shape), 300) * float(jnp.finfo(x.dtype).eps),
-    )
-    basis, sizes, rows = basis[:, :rank], sizes[:rank], rows[:rank]
-    size = np.linalg.norm(other.T @ other)
-    seen = other.T @ basis
+    rounding = min(max(columns.shape), 300) * float(jnp.finfo(x.dtype).eps)
+    rank = num_directions(columns / column_units(columns), rounding)
+    sizes = sizes[:rank]
+    rows = rows[:rank]
+    size = np.linalg.norm(features.T @ features)
+    products = features.T @ basis[:, :rank]
     # X M^T has any Gram matrix U Q U^T, with Q positive definite: only A = U^T K0 U limits CKA.
-    values, vectors = np.linalg.eigh(seen.T @ seen / size)
+    values, vectors = np.linalg.eigh(products.T @ products / size)
     values = np.maximum(values, 0.0)
+    low_lengths = np.eye(rank)[0]
+    high_lengths = np.sqrt(values / values[-1])
 
-    low, high = np.eye(rank)[0], np.sqrt(values / values[-1])
-
-    def matrix(lengths: np.ndarray) -> np.ndarray:
-        """Return M that gives the directions `vectors` these lengths and is the identity on all others."""
-        whitened = (
-            vectors
-            * np.maximum(lengths, 5e-3)
-            @ vectors.T
-            @ (rows / sizes[:, None])
-            * np.median(sizes)
-        )
-        return rows.T @ whitened + np.eye(rows.shape[1]) - rows.T @ rows
+    def matrix(lengths):
+        """Return M that gives `vectors` these lengths and is the identity on other directions."""
+        stretch = vectors * np.maximum(lengths, 5e-3) @ vectors.T
+        whitened = stretch @ (rows / sizes[:, None]) * np.median(sizes)
+        identity = np.eye(rows.shape[1])
+        return rows.T @ whitened + identity - rows.T @ rows
 
     return LinearCkaRange(
-        measured=float(np.linalg.norm(seen * sizes) ** 2 / size / np.linalg.norm(sizes**2)),
+        measured=float(np.linalg.norm(products * sizes) ** 2 / size / np.linalg.norm(sizes**2)),
         low=float(values[0]),
         high=float(np.linalg.norm(values)),
-        low_matrix=matrix(low),
-        high_matrix=matrix(high),
+        low_matrix=matrix(low_lengths),
+        high_matrix=matrix(high_lengths),
     )
 
 
@@ -250,56 +264,69 @@ def approached(
 
 def _inner_squares(unit: np.ndarray) -> np.ndarray:
     """Return |h_i^T h_j|^2 of neurons [samples, neurons, positions]."""
-    if unit.shape[2] == 1:
-        return (unit[:, :, 0].T @ unit[:, :, 0]) ** 2
     samples, number, positions = unit.shape
+    if positions == 1:
+        columns = unit[:, :, 0]
+        return (columns.T @ columns) ** 2
     if samples <= positions:  # Gram matrices are smaller then
-        flat = np.matmul(unit.transpose(1, 0, 2), unit.transpose(1, 2, 0)).reshape(number, -1)
+        grams = np.matmul(unit.transpose(1, 0, 2), unit.transpose(1, 2, 0))
+        flat = grams.reshape(number, -1)
         return flat @ flat.T
     flat = unit.reshape(samples, -1)
-    # One neuron against all at a time, which bounds the memory.
-    return np.stack(
-        [
-            ((unit[:, i].T @ flat) ** 2).reshape(positions, number, -1).sum((0, 2))
-            for i in range(number)
-        ]
-    )
+    rows = []
+    for i in range(number):
+        # One neuron against all at a time, which bounds the memory.
+        squares = (unit[:, i].T @ flat) ** 2
+        rows.append(squares.reshape(positions, number, -1).sum((0, 2)))
+    return np.stack(rows)
 
 
-def _centred(name: str, given: Any) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return centred columns over their largest absolute entry, a mask of constant columns, and that entry."""
-    check_known("freedom is a step of the host", **{name: given})
-    columns = np.asarray(given, np.float64).reshape(len(given), -1)
+def _centred(name: str, x: Any) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return centred columns over their largest absolute entry, constant columns, and this entry.
+
+    Constant columns are True in a mask.
+    """
+    check_known("freedom is a step of the host", **{name: x})
+    columns = np.asarray(x, np.float64).reshape(len(x), -1)
     check_finite(name, columns)
     unit = float(np.abs(columns).max(initial=0.0)) or 1.0
     # Squares of very large or small activities would overflow or vanish.
     columns = columns / unit
     sizes = np.abs(columns).max(0)
     columns = columns - columns.mean(0)
+    lengths = np.linalg.norm(columns, axis=0)
     # The mean of n numbers in the precision of the representation is right up to one rounding.
-    rounding = 8 * float(jnp.finfo(given.dtype).eps)
-    constant = np.linalg.norm(columns, axis=0) <= rounding * sizes * np.sqrt(len(columns))
-    if constant.all():
+    rounding = 8 * float(jnp.finfo(x.dtype).eps)
+    is_constant = lengths <= rounding * sizes * np.sqrt(len(columns))
+    if is_constant.all():
         fail(name, "differ between samples", "constant columns alone")
-    return np.where(constant, 0.0, columns), constant, unit
+    return np.where(is_constant, 0.0, columns), is_constant, unit
 
 
 def _largest(gram: np.ndarray, gains: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return w >= 0 that maximises b^T w / sqrt(w^T G w), by min w^T G w / 2 - b^T w, and its relative residual."""
-    values, vectors = eigh(gram)
+    """Return w >= 0 that maximises b^T w / sqrt(w^T G w), and its relative residual.
+
+    It minimises w^T G w / 2 - b^T w.
+    """
+    eigenvalues, vectors = eigh(gram)
     # Duplicated neurons make G singular.
-    kept = values > values[-1] * len(gram) * np.finfo(float).eps
-    root = vectors[:, kept] * np.sqrt(values[kept])
-    best = nnls(root.T, (vectors[:, kept].T @ gains) / np.sqrt(values[kept]))[0]
-    used = best > 0
+    is_positive = eigenvalues > eigenvalues[-1] * len(gram) * np.finfo(float).eps
+    vectors = vectors[:, is_positive]
+    roots = np.sqrt(eigenvalues[is_positive])
+    root = vectors * roots
+    best = nnls(root.T, (vectors.T @ gains) / roots)[0]
+    is_used = best > 0
     for _ in range(3):  # refinement by G itself, because the root of G loses about one digit
-        step = np.linalg.lstsq(gram[np.ix_(used, used)], (gains - gram @ best)[used], rcond=None)[0]
+        errors = gains - gram @ best
+        gram_of_used = gram[np.ix_(is_used, is_used)]
+        step = np.linalg.lstsq(gram_of_used, errors[is_used], rcond=None)[0]
         moved = best.copy()
-        moved[used] += step
+        moved[is_used] += step
         if (moved < 0).any():
             break
         best = moved
     slack = gram @ best - gains
+    excess = np.abs(slack[best > 0]).max(initial=0.0)
+    residual = max(0.0, float(-slack.min()), float(excess))
     scale = np.abs(gains).max()
-    residual = max(0.0, float(-slack.min()), float(np.abs(slack[best > 0]).max(initial=0.0)))
     return best, residual / scale

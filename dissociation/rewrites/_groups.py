@@ -1,6 +1,7 @@
-"""Groups of neurons of any model, found in its traced program, and the rewrites that each allows."""
+"""Groups of neurons of any model, found in its traced program, and the rewrites that they allow."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,8 +16,19 @@ from dissociation._core.checks import check_finite, check_known, fail, fail_kind
 from dissociation._core.conversion import describe, number_kind
 from dissociation._core.validation import validated
 from dissociation.models._program import Call, Program, numbered, program_of
-from dissociation.rewrites._axes import Atoms, Axis, Leaf, Order, Sum, size_of
-from dissociation.rewrites._copies import copies_told_apart
+from dissociation.rewrites._axes import (
+    Atoms,
+    Axis,
+    Leaf,
+    Name,
+    Order,
+    Product,
+    Shape,
+    Sum,
+    size_of,
+    sizes_of,
+)
+from dissociation.rewrites._copies import independent_copies
 from dissociation.rewrites._flow import Flow, Value, equations_of, exponents_of
 from dissociation.rewrites._operations import follow
 
@@ -31,8 +43,8 @@ class Slot(NamedTuple):
         positions: Positions along the axis, [neurons, positions of each].
         outgoing: True for outgoing weights, False for incoming ones.
         shape: Shape of the array.
-        layout: Parts of the axis.
-        name: Name of the part of `layout` that holds the neurons.
+        layout: Symbolic dimensions of the axis.
+        name: Name of the occurrence in `layout` of the neurons' dimension.
         copy: Index of the copy at each entry. Broadcasts to the array, with one entry per position
             of a neuron along `axis`; zeros for one copy.
     """
@@ -42,9 +54,9 @@ class Slot(NamedTuple):
     axis: int
     positions: np.ndarray
     outgoing: bool
-    shape: tuple[int, ...]
+    shape: Shape
     layout: Axis
-    name: tuple[int, ...]
+    name: Name
     copy: np.ndarray
 
     def blocks(self, array: Any) -> Any:
@@ -64,17 +76,25 @@ class Slot(NamedTuple):
         moved = jnp.moveaxis(array, self.axis, 0).at[self.positions].set(blocks)
         return jnp.moveaxis(moved, 0, self.axis)
 
-    def of_copies(self, each: Any) -> Any:
-        """Return the entry of [copies, *rest] for the copy at each position, [positions, ..., *rest]."""
-        return each[each.__array_namespace__().moveaxis(self.copy, self.axis, 0)]
+    def of_copies(self, numbers: Any) -> Any:
+        """Return the entry for the copy at each position, [positions, ..., *trailing].
 
-    def per_neuron(self, each: Any) -> Any:
-        """Return numbers [copies, neurons] as `blocks`, [neurons, positions, ...], with axes possibly of length 1."""
-        return each.__array_namespace__().moveaxis(self.of_copies(each), -1, 0)
+        `numbers` have shape [copies, *trailing].
+        """
+        copy = numbers.__array_namespace__().moveaxis(self.copy, self.axis, 0)
+        return numbers[copy]
+
+    def per_neuron(self, numbers: Any) -> Any:
+        """Return numbers [copies, neurons] as `blocks`, [neurons, positions, ...].
+
+        Axes may have length 1.
+        """
+        return numbers.__array_namespace__().moveaxis(self.of_copies(numbers), -1, 0)
 
     def permuted(self, array: Any, permutations: Any) -> Any:
         """Return the array with its neurons permuted by [copies, neurons]."""
-        order, library = self.per_neuron(permutations), array.__array_namespace__()
+        library = array.__array_namespace__()
+        order = self.per_neuron(permutations)
         return self.with_blocks(array, library.take_along_axis(self.blocks(array), order, axis=0))
 
 
@@ -125,7 +145,10 @@ class NeuronGroup:
     structure: Any
 
     def places(self) -> set[tuple[int, int, int, bytes]]:
-        """Return array, axis, and number and positions of neurons of each slot, to compare groups of two models."""
+        """Return array, axis, and number and positions of neurons of each slot.
+
+        They are equal for equal groups of two models.
+        """
         return {
             (slot.leaf, slot.axis, self.size, np.sort(slot.positions, 1).tobytes())
             for slot in self.slots
@@ -133,93 +156,121 @@ class NeuronGroup:
 
     def __repr__(self) -> str:
         kinds = ["permutable"]
-        if self.scaling is not None:
-            kinds.append(
-                "scalable" if self.degree is None else f"homogeneous of degree {self.degree:g}"
-            )
-        kinds += [
-            word
-            for word, holds in (
-                ("rotatable", self.linear is not None),
-                ("normalised", self.normalised),
-            )
-            if holds
-        ]
-        size = f"{self.size} neurons" + (
-            f" in each of {self.copies} copies" if self.copies > 1 else ""
-        )
+        if self.degree is not None:
+            kinds.append(f"homogeneous of degree {self.degree:g}")
+        elif self.scaling is not None:
+            kinds.append("scalable")
+        if self.linear is not None:
+            kinds.append("rotatable")
+        if self.normalised:
+            kinds.append("normalised")
+        size = f"{self.size} neurons"
+        if self.copies > 1:
+            size += f" in each of {self.copies} copies"
         lines = [f"NeuronGroup({self.name!r}: {size}, {', '.join(kinds)}"]
-        for index, slot in enumerate(self.slots):
-            rows = slot.positions.shape[1]
-            words = ["read by" if slot.outgoing else "made by", f"{slot.path}[{slot.axis}]"]
-            words += [f"in blocks of {rows}"] * (rows > 1)
-            if self.scaling is not None and (exponent := self.scaling[index]):
-                words.append("x a" if exponent == 1 else f"x a^{exponent:g}")
-            lines.append("    " + " ".join(words))
+        lines += map(self._slot_line, range(len(self.slots)))
         return "\n".join(dict.fromkeys(lines)) + ")"
+
+    def _slot_line(self, index: int) -> str:
+        slot = self.slots[index]
+        verb = "read by" if slot.outgoing else "made by"
+        line = f"    {verb} {slot.path}[{slot.axis}]"
+        num_positions = slot.positions.shape[1]
+        if num_positions > 1:
+            line += f" in blocks of {num_positions}"
+        if self.scaling is None or not self.scaling[index]:
+            return line
+        line += " x a"
+        if self.scaling[index] != 1:
+            line += f"^{self.scaling[index]:g}"
+        return line
 
     def __pdoc__(self, **_: Any) -> wl.AbstractDoc:  # how Equinox prints it within a rewrite
         return wl.TextDoc(f"{repr(self).partition(chr(10))[0]})")
 
 
-def _spread(
-    axis: Axis, neurons: dict[tuple[int, ...], np.ndarray]
-) -> tuple[np.ndarray, dict[tuple[int, ...], np.ndarray]]:
-    """Return the old position of each entry of a resized axis and, by name, its new neuron or -1."""
+Spread = tuple[np.ndarray, dict[Name, np.ndarray]]
+"""Old position of each entry of a resized axis, and by name its new neuron or -1."""
+
+
+def _spread(axis: Axis, neurons: dict[Name, np.ndarray]) -> Spread:
+    """Resize an axis, given the original of each new neuron by name."""
     if isinstance(axis, Leaf):
         if axis.name not in neurons:
             return np.arange(axis.size), {}
-        own = neurons[axis.name]
-        return own, {axis.name: np.arange(len(own))}
-    parts = [_spread(part, neurons) for part in axis.parts]
-    old = [size_of(part) for part in axis.parts]
-    new = [len(places) for places, _ in parts]
-    owners: dict[tuple[int, ...], np.ndarray] = {}
+        originals = neurons[axis.name]
+        return originals, {axis.name: np.arange(len(originals))}
+    children = [_spread(child, neurons) for child in axis.children]
     if isinstance(axis, Order):
-        (places, own), backwards = parts[0], (np.diff(axis.order) == -1).all()
-        rank = np.argsort(axis.order)
-        # A reversed axis stays reversed at another size; in any other order new neurons follow
-        # their originals.
-        order = np.arange(new[0])[::-1] if backwards else np.argsort(rank[places], kind="stable")
-        return rank[places[order]], {name: owner[order] for name, owner in own.items()}
+        return _spread_order(axis.order, *children[0])
     if isinstance(axis, Sum):
-        for k, (_, inner) in enumerate(parts):
-            for name, owner in inner.items():
-                owners[name] = np.concatenate(
-                    [owner if j == k else np.full(n, -1) for j, n in enumerate(new)]
-                )
-        starts = np.cumsum([0, *old[:-1]])
-        return np.concatenate(
-            [places + start for (places, _), start in zip(parts, starts, strict=True)]
-        ), owners
-    grid = np.zeros(math.prod(new), int)
-    for (places, inner), size, index in zip(
-        parts, old, np.indices(new).reshape(len(new), grid.size), strict=True
-    ):
-        grid = grid * size + places[index]
-        owners |= {name: owner[index] for name, owner in inner.items()}
-    return grid, owners
+        return _spread_sum(axis, children)
+    return _spread_product(axis, children)
+
+
+def _spread_order(
+    order: np.ndarray, positions: np.ndarray, owners: dict[Name, np.ndarray]
+) -> Spread:
+    rank = np.argsort(order)
+    # A reversed axis stays reversed at another size; in any other order new neurons follow their
+    # originals.
+    new_order = np.argsort(rank[positions], kind="stable")
+    if (np.diff(order) == -1).all():
+        new_order = np.arange(len(positions))[::-1]
+    new_owners = {name: owner[new_order] for name, owner in owners.items()}
+    return rank[positions[new_order]], new_owners
+
+
+def _spread_sum(axis: Sum, children: list[Spread]) -> Spread:
+    num_new = sum(len(positions) for positions, _ in children)
+    new_positions = []
+    new_owners = {}
+    old_start = 0
+    new_start = 0
+    for size, (positions, owners) in zip(sizes_of(axis), children, strict=True):
+        new_end = new_start + len(positions)
+        new_positions.append(positions + old_start)
+        for name, owner in owners.items():
+            new_owners[name] = np.full(num_new, -1)
+            new_owners[name][new_start:new_end] = owner
+        old_start += size
+        new_start = new_end
+    return np.concatenate(new_positions), new_owners
+
+
+def _spread_product(axis: Product, children: list[Spread]) -> Spread:
+    lengths = [len(positions) for positions, _ in children]
+    grid = np.zeros(math.prod(lengths), int)
+    new_owners = {}
+    indices = np.indices(lengths).reshape(len(lengths), grid.size)
+    for k, (positions, owners) in enumerate(children):
+        grid = grid * size_of(axis.children[k]) + positions[indices[k]]
+        for name, owner in owners.items():
+            new_owners[name] = owner[indices[k]]
+    return grid, new_owners
 
 
 def resized(
     groups: Sequence[NeuronGroup], originals: Sequence[np.ndarray]
 ) -> tuple[list[NeuronGroup], dict[tuple[int, int], np.ndarray]]:
-    """Return groups made of the neurons `originals`, and by (array, axis) the old position of each entry."""
-    neurons = {
-        slot.name: own for group, own in zip(groups, originals, strict=True) for slot in group.slots
-    }
-    places: dict[tuple[int, int], np.ndarray] = {}
+    """Return groups of the neurons `originals`, and old positions of entries by array and axis."""
+    neurons = {}
+    for group, group_originals in zip(groups, originals, strict=True):
+        for slot in group.slots:
+            neurons[slot.name] = group_originals
 
-    def moved(slot: Slot) -> Slot:
-        places[slot.leaf, slot.axis], owners = _spread(slot.layout, neurons)
-        owner = owners[slot.name]
-        there = np.argsort(owner, kind="stable")[np.count_nonzero(owner < 0) :]
-        return slot._replace(positions=there.reshape(len(neurons[slot.name]), -1))
-
-    pairs = zip(groups, originals, strict=True)
-    return [
-        replace(one, size=len(own), slots=tuple(map(moved, one.slots))) for one, own in pairs
-    ], places
+    sources: dict[tuple[int, int], np.ndarray] = {}
+    resized_groups = []
+    for group, group_originals in zip(groups, originals, strict=True):
+        size = len(group_originals)
+        slots = []
+        for slot in group.slots:
+            sources[slot.leaf, slot.axis], owners = _spread(slot.layout, neurons)
+            owner = owners[slot.name]
+            positions = np.argsort(owner, kind="stable")[np.count_nonzero(owner < 0) :]
+            slots.append(slot._replace(positions=positions.reshape(size, -1)))
+        resized_groups.append(replace(group, size=size, slots=tuple(slots)))
+    return resized_groups, sources
 
 
 class GroupReport(NamedTuple):
@@ -234,10 +285,10 @@ class GroupReport(NamedTuple):
     frozen: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [repr(group) for group in self.groups.values()]
-        return "\n".join(
-            lines + [f"{place} is fixed: {reason}" for place, reason in self.frozen.items()]
-        )
+        lines = list(map(repr, self.groups.values()))
+        for axis, reason in self.frozen.items():
+            lines.append(f"{axis} is fixed: {reason}")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -275,14 +326,14 @@ def neuron_groups(
 
 
 def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
-    """Return the floating-point arrays of a model, their tree structure, and the model without them."""
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    """Return the floating-point arrays of a model, their tree, and the model without them."""
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
     leaves, tree = jax.tree.flatten(arrays)
-    return leaves, tree, rest
+    return leaves, tree, static
 
 
 def known_parameters(name: str, model: Any, what: str) -> list[np.ndarray]:
-    """Return the parameters of a model in float64; raise unless they are concrete, real and finite."""
+    """Return the parameters of a model in float64; raise unless they are real, finite and known."""
     leaves: Any = parameters_of(model)[0]
     check_known(f"{what} of the host", **{name: leaves})
     for leaf in leaves:
@@ -300,22 +351,32 @@ class _Any:
 
 
 def structure_of(model: Any) -> tuple[Any, list[Any]]:
-    """Return everything about a model except parameter values: tree, shapes, constants, other leaves."""
-    is_state = lambda part: isinstance(part, eqx.nn.State)  # noqa: E731
-    states = [part for part in jax.tree.leaves(model, is_leaf=is_state) if is_state(part)]
-    in_state = {id(leaf) for leaf in jax.tree.leaves(states)}
+    """Return a model without values of parameters: its tree, shapes, constants and other leaves."""
+    nodes = jax.tree.leaves(model, is_leaf=_is_state)
+    states = list(filter(_is_state, nodes))
+    state_ids = set(map(id, jax.tree.leaves(states)))
+    described = []
+    for leaf in jax.tree.leaves(model):
+        described.append(_described(leaf, is_in_state=id(leaf) in state_ids))
+    return jax.tree.structure(model), described
 
-    def part(leaf: Any) -> Any:
-        if not hasattr(leaf, "shape"):
-            return leaf
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        if eqx.is_inexact_array(leaf) or is_key:
-            return leaf.shape, leaf.dtype, None
-        if is_traced(leaf):  # such as the counter of a batch normalisation, if members are mapped
-            return leaf.shape, leaf.dtype, _Any() if id(leaf) in in_state else None
-        return leaf.shape, leaf.dtype, np.asarray(leaf).tobytes()
 
-    return jax.tree.structure(model), [part(leaf) for leaf in jax.tree.leaves(model)]
+def _is_state(node: Any) -> bool:
+    return isinstance(node, eqx.nn.State)
+
+
+def _described(leaf: Any, *, is_in_state: bool) -> Any:
+    """Return the shape, dtype and content of an array; parameters and keys have no content."""
+    if not hasattr(leaf, "shape"):
+        return leaf
+    content = None
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    if not (is_key or eqx.is_inexact_array(leaf)):
+        if not is_traced(leaf):
+            content = np.asarray(leaf).tobytes()
+        elif is_in_state:  # such as the counter of a batch normalisation, if members are mapped
+            content = _Any()
+    return leaf.shape, leaf.dtype, content
 
 
 _CALLED = (
@@ -340,10 +401,10 @@ def group_report(
             "Is `model` given second?",
         )
     example = jax.tree.map(_shape_of, example)
-    program, flow, made, results = flow_of(
+    program, flow, parameters, results = flow_of(
         model, example, call, "take `example`", _CALLED, single=single
     )
-    if not made:
+    if not parameters:
         advice = (
             "Arrays that a function closes over are not found. Pass them as `model`, and "
             "the function as `call`"
@@ -363,8 +424,8 @@ def group_report(
         )
     for value in results:
         flow.freeze(value, "the output has it")
-        flow.atoms.freeze(value.refers, "its indices are what is asked for")
-    return _read(flow, program, made, model, example, call)
+        flow.atoms.freeze(value.indexed, "its indices are what is asked for")
+    return _read(flow, program, parameters, model, example, call)
 
 
 def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
@@ -376,122 +437,177 @@ def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def flow_of(
-    model: Any, example: Any, call: Call | None, wanted: str, advice: str, *, single: bool = False
+    model: Any,
+    example: Any,
+    call: Call | None,
+    requirement: str,
+    advice: str,
+    *,
+    single: bool = False,
 ) -> tuple[Program, Flow, list[Value], list[Value]]:
     """Return a model's program, its flow, and the values of parameters and results."""
     program = program_of(model, call)
-    leaves = program.leaves
     try:
-        traced = jax.make_jaxpr(program.run)(list(map(_shape_of, leaves)), example)
+        traced = jax.make_jaxpr(program.run)(list(map(_shape_of, program.leaves)), example)
     except Exception as error:
-        fail_kind("model", wanted, f"{type(model).__name__}: {error}", advice)
-    flow, jaxpr = Flow(Atoms(single=single)), traced.jaxpr
+        fail_kind("model", requirement, f"{type(model).__name__}: {error}", advice)
+
+    flow = Flow(Atoms(single=single))
+    jaxpr = traced.jaxpr
     arguments = [flow.array(variable.aval.shape) for variable in jaxpr.invars]
-    made = arguments[: len(leaves)]
-    for value in arguments[len(leaves) :]:
+    parameters = arguments[: len(program.leaves)]
+    for value in arguments[len(program.leaves) :]:
         flow.freeze(value, "the input has it")
-    read = [*jaxpr.outvars, *(v for equation in jaxpr.eqns for v in equation.invars)]
-    used = {v for v in read if not hasattr(v, "val")}
-    for variable, value in zip(jaxpr.invars, made, strict=False):
+
+    read = list(jaxpr.outvars)
+    for equation in jaxpr.eqns:
+        read += equation.invars
+    used = {variable for variable in read if not hasattr(variable, "val")}
+    for variable, value in zip(jaxpr.invars, parameters, strict=False):
         if variable not in used:
             flow.freeze(value, "the function does not depend on it")
-    results = follow(flow, jaxpr, [flow.constant(const) for const in traced.consts], arguments)
-    return program, flow, made, results
+    results = follow(flow, jaxpr, list(map(flow.constant, traced.consts)), arguments)
+    return program, flow, parameters, results
 
 
 def _read(
-    flow: Flow, program: Program, made: list[Value], model: Any, example: Any, call: Any
+    flow: Flow, program: Program, parameters: list[Value], model: Any, example: Any, call: Any
 ) -> GroupReport:
     """Build groups from the symbolic dimensions of a program."""
-    atoms, structure = flow.atoms, structure_of(model)
-    contracted, bent, statistics = (
-        [leaf for axis in axes for leaf in atoms.leaves(axis)]
-        for axes in (flow.contracted, flow.uneven, flow.counted)
-    )
-    outgoing, counted = {leaf.name for leaf in contracted}, {leaf.atom for leaf in statistics}
-    read, uneven = outgoing - {leaf.name for leaf in bent}, {leaf.atom for leaf in bent}
-    places: dict[int, list[Slot]] = {}
-    frozen: dict[str, str] = {}
-    present = {leaf.atom for value in made for axis in value.axes for leaf in atoms.leaves(axis)}
-    copies, copy = copies_told_apart(
-        flow, made, {atom for atom in present if not atoms.reason(atom)}
-    )
-    for index, (path, value) in enumerate(zip(program.paths, made, strict=True)):
-        for k, axis in enumerate(value.axes):
-            for leaf, positions in atoms.occurrences(axis):
-                layout = atoms.resolve(axis or leaf)
-                own = copy.get((index, leaf.name), np.zeros([1] * len(value.shape), int))
-                slot = Slot(
-                    path,
-                    index,
-                    k,
-                    positions,
-                    leaf.name in outgoing,
-                    value.shape,
-                    layout,
-                    leaf.name,
-                    own,
-                )
-                places.setdefault(leaf.atom, []).append(slot)
-                if atoms.reason(leaf.atom):
-                    frozen.setdefault(f"{path}[{k}]", atoms.reason(leaf.atom))
+    structure = structure_of(model)
+    contracted = _leaves(flow, flow.contracted)
+    nonlinear = _leaves(flow, flow.nonlinear)
+    outgoing = {leaf.name for leaf in contracted}
+    linear_reads = outgoing - {leaf.name for leaf in nonlinear}
+    nonlinear_atoms = {leaf.atom for leaf in nonlinear}
+    reduced_atoms = {leaf.atom for leaf in _leaves(flow, flow.reduced)}
+    slots_of_atom, num_copies = _slots(flow, program, parameters, outgoing)
+
     rows = equations_of(flow)
     groups: dict[str, NeuronGroup] = {}
-    for atom, own in places.items():
-        if atoms.reason(atom):
+    for atom, slots in slots_of_atom.items():
+        if flow.atoms.reason(atom):
             continue
-        incoming = [slot for slot in own if not slot.outgoing]
-        # Dictionaries have their keys in the order of text, biases before kernels.
-        by_text = bool(incoming) and incoming[0].path.removesuffix(".value").endswith("]")
-        matrices = [
-            slot for slot in incoming if by_text and math.prod(slot.shape) > max(slot.shape)
-        ]
-        first = next(iter(matrices or incoming), own[0])
-        # One array may hold the incoming weights of several groups.
-        name = numbered(
-            program.layers[first.leaf], {"logits", *groups}
-        )  # as representations are named
-        scalings, sharing = exponents_of(rows.get(atom, []), own)
-        slots = tuple(
-            slot._replace(outgoing=slot.outgoing if sharing is None else bool(sharing[i] < 0))
-            for i, slot in enumerate(own)
-        )
+        # One array may hold the incoming weights of several groups. Names are those of
+        # representations.
+        name = numbered(program.layers[_naming_slot(slots).leaf], {"logits", *groups})
+        scalings, sharing = exponents_of(rows.get(atom, []), slots)
+        if sharing is not None:
+            for i, exponent in enumerate(sharing):
+                slots[i] = slots[i]._replace(outgoing=bool(exponent < 0))
         scaling, degree = _main_scaling(scalings, slots)
-        sides = scalings[0] if len(scalings) == 1 and np.all(np.abs(scalings[0]) == 1) else None
+
+        normalised = atom in reduced_atoms
+        if normalised:
+            sharing = None
+        linear = None
+        is_invertible = len(scalings) == 1 and np.all(np.abs(scalings[0]) == 1)
+        if is_invertible and not normalised and atom not in nonlinear_atoms:
+            linear = scalings[0]
         groups[name] = NeuronGroup(
             name=name,
-            size=own[0].positions.shape[0],
-            slots=slots,
+            size=slots[0].positions.shape[0],
+            slots=tuple(slots),
             scalings=scalings,
             scaling=scaling,
             degree=degree,
-            sharing=None if atom in counted else sharing,
-            cancelling=sharing is not None
-            and atom not in counted
-            and all(
-                share == 0 or (share == -1 and slot.name in read)
-                for share, slot in zip(sharing, slots, strict=True)
-            ),
-            normalised=atom in counted,
-            linear=None if atom in uneven | counted else sides,
+            sharing=sharing,
+            cancelling=_cancels(sharing, slots, linear_reads),
+            normalised=normalised,
+            linear=linear,
             example=example,
             call=call,
-            copies=copies.get(atom, 1),
+            copies=num_copies.get(atom, 1),
             structure=structure,
         )
-    return GroupReport(groups, frozen)
+    return GroupReport(groups, _frozen(flow, program, parameters))
+
+
+def _leaves(flow: Flow, axes: list[Axis]) -> list[Leaf]:
+    return [leaf for axis in axes for leaf in flow.atoms.leaves(axis)]
+
+
+def _slots(
+    flow: Flow, program: Program, parameters: list[Value], outgoing: set[Name]
+) -> tuple[dict[int, list[Slot]], dict[int, int]]:
+    """Return the slots and the number of copies of each dimension."""
+    present = set()
+    for value in parameters:
+        for axis in value.axes:
+            present.update(leaf.atom for leaf in flow.atoms.leaves(axis))
+    free = {atom for atom in present if not flow.atoms.reason(atom)}
+    num_copies, copy_at = independent_copies(flow, parameters, free)
+
+    slots_of_atom = defaultdict(list)
+    for index, (path, value) in enumerate(zip(program.paths, parameters, strict=True)):
+        single_copy = np.zeros([1] * len(value.shape), int)
+        for k, axis in enumerate(value.axes):
+            for leaf, positions in flow.atoms.occurrences(axis):
+                slot = Slot(
+                    path=path,
+                    leaf=index,
+                    axis=k,
+                    positions=positions,
+                    outgoing=leaf.name in outgoing,
+                    shape=value.shape,
+                    layout=flow.atoms.resolve(axis or leaf),
+                    name=leaf.name,
+                    copy=copy_at.get((index, leaf.name), single_copy),
+                )
+                slots_of_atom[leaf.atom].append(slot)
+    return slots_of_atom, num_copies
+
+
+def _frozen(flow: Flow, program: Program, parameters: list[Value]) -> dict[str, str]:
+    """Return the reason for each axis of which at least a part is fixed."""
+    frozen: dict[str, str] = {}
+    for path, value in zip(program.paths, parameters, strict=True):
+        for k, axis in enumerate(value.axes):
+            for leaf in flow.atoms.leaves(axis):
+                reason = flow.atoms.reason(leaf.atom)
+                if reason:
+                    frozen.setdefault(f"{path}[{k}]", reason)
+    return frozen
+
+
+def _naming_slot(slots: list[Slot]) -> Slot:
+    """Return the slot whose layer names a group: the first of incoming weights."""
+    incoming = [slot for slot in slots if not slot.outgoing]
+    if not incoming:
+        return slots[0]
+    # Dictionaries have their keys in the order of text, biases before kernels.
+    if incoming[0].path.removesuffix(".value").endswith("]"):
+        for slot in incoming:
+            if math.prod(slot.shape) > max(slot.shape):
+                return slot
+    return incoming[0]
+
+
+def _cancels(sharing: np.ndarray | None, slots: list[Slot], linear_reads: set[Name]) -> bool:
+    """Return True if outgoing weights of duplicates, which add up, are all that reads them."""
+    if sharing is None:
+        return False
+    for exponent, slot in zip(sharing, slots, strict=True):
+        if exponent != 0 and not (exponent == -1 and slot.name in linear_reads):
+            return False
+    return True
 
 
 def _main_scaling(
-    scalings: np.ndarray, slots: tuple[Slot, ...]
+    scalings: np.ndarray, slots: list[Slot]
 ) -> tuple[np.ndarray | None, float | None]:
+    """Return the exponents that `scale` uses, and the degree of homogeneity."""
     if not len(scalings):
         return None, None
-    firsts = [slots[int(np.flatnonzero(vector)[0])] for vector in scalings]
-    matrices = np.array(
-        [math.prod(slot.shape) > slot.positions.size and not slot.outgoing for slot in firsts]
-    )
+    is_matrix = np.zeros(len(scalings), bool)
+    for i, vector in enumerate(scalings):
+        first = slots[int(np.flatnonzero(vector)[0])]
+        is_matrix[i] = math.prod(first.shape) > first.positions.size and not first.outgoing
     # Scalings of several incoming matrices combine, as of the two of a bilinear layer.
-    scaling = scalings[matrices].sum(0) if matrices.any() else scalings.sum(0)
+    if is_matrix.any():
+        scalings = scalings[is_matrix]
+    scaling = scalings.sum(0)
     read = {float(e) for e, slot in zip(scaling, slots, strict=True) if slot.outgoing}
-    return scaling, 0.0 - read.pop() if len(read) == 1 else None
+    if len(read) != 1:
+        return scaling, None
+    return scaling, 0.0 - read.pop()

@@ -84,91 +84,91 @@ def match_weights(
         Ainsworth, Hayase and Srinivasa (2023), Git Re-Basin, algorithm 1.
     """
     if num_starts > 2 and key is None:
-        fail(
-            "key",
-            "be given where random orders are drawn",
-            "None",
-            "For instance jax.random.key(0)",
-        )
+        advice = "For instance jax.random.key(0)"
+        fail("key", "be given where random orders are drawn", "None", advice)
     check_alike(a, b)
     _check_groups(a, groups)
-    first, second = (
-        known_parameters(*named, "assignments are a step") for named in (("a", a), ("b", b))
-    )
-    paths = {
-        jax.tree_util.keystr(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(parameters_in(a))
-    }
+    first = known_parameters("a", a, "assignments are a step")
+    second = known_parameters("b", b, "assignments are a step")
+
     # Running statistics in the state are no weights: the objective leaves them out.
-    own = {
-        name: tuple(slot for slot in group.slots if slot.path in paths)
-        for name, group in groups.items()
-    }
-    groups = _in_order(
-        {name: dataclasses.replace(group, slots=own[name]) for name, group in groups.items()}
-    )
-    still = {
-        name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()
-    }
-    starts = [still]
+    weight_paths = set()
+    for path, _ in jax.tree_util.tree_leaves_with_path(parameters_in(a)):
+        weight_paths.add(jax.tree_util.keystr(path))
+    groups_of_weights = {}
+    for name, group in groups.items():
+        slots = tuple(slot for slot in group.slots if slot.path in weight_paths)
+        groups_of_weights[name] = dataclasses.replace(group, slots=slots)
+    groups = _in_order(groups_of_weights)
+
+    identity = {}
+    for name, group in groups.items():
+        identity[name] = np.tile(np.arange(group.size), (group.copies, 1))
+    starts = [identity]
     if num_starts > 1:
         # Permutations of other groups do not change the sorted weights of a neuron.
         starts.append(_by_signatures(first, second, groups))
     if num_starts > 2 and key is not None:
         rng = np.random.default_rng(np.asarray(jax.random.bits(key, (4,), jnp.uint32)))
-        starts += [
-            {name: rng.permuted(each, axis=1) for name, each in still.items()}
-            for _ in range(num_starts - 2)
-        ]
-    return max(
-        (_ascended(first, second, groups, start) for start in starts), key=lambda found: found.value
-    )
+        for _ in range(num_starts - 2):
+            starts.append({name: rng.permuted(order, axis=1) for name, order in identity.items()})
+    matchings = [_ascended(first, second, groups, start) for start in starts]
+    return max(matchings, key=lambda matching: matching.value)
 
 
 def _copies_moved(group: NeuronGroup, by: NeuronGroup, permutations: np.ndarray) -> np.ndarray:
-    """Return the copy of `group` that moves to each copy if the group `by` is permuted, [copies]."""
-    found = np.arange(group.copies)
-    for slot in group.slots if group.copies > 1 else ():
-        labels = slot.with_blocks(
-            np.full(slot.shape, -1), np.moveaxis(slot.copy, slot.axis, 0)[None]
-        )
+    """Return the copy of `group` that moves to each copy if `by` is permuted, [copies]."""
+    sources = np.arange(group.copies)
+    if group.copies == 1:
+        return sources
+    for slot in group.slots:
+        copies = np.moveaxis(slot.copy, slot.axis, 0)
+        labels = slot.with_blocks(np.full(slot.shape, -1), copies[None])
         moved = labels
-        for other in by.slots:
-            moved = other.permuted(moved, permutations) if other.leaf == slot.leaf else moved
-        found[labels[labels >= 0]] = moved[labels >= 0]
-    return found
+        for moving_slot in by.slots:
+            if moving_slot.leaf == slot.leaf:
+                moved = moving_slot.permuted(moved, permutations)
+        has_neuron = labels >= 0
+        sources[labels[has_neuron]] = moved[has_neuron]
+    return sources
 
 
 def _in_order(groups: Mapping[str, NeuronGroup]) -> dict[str, NeuronGroup]:
     """Order groups so that a group that permutes copies of another, as heads do, comes first."""
-    left, ordered = dict(groups), {}
-    while left:
-        free = (
-            k
-            for k, own in left.items()
-            if not any(_moves(by, own) for by in left.values() if by is not own)
-        )
-        name = next(free, None)
+    remaining = dict(groups)
+    ordered = {}
+    while remaining:
+        name = _unmoved(remaining)
         if name is None:
-            name = next(iter(left))
+            name = next(iter(remaining))
+            group = remaining[name]
             # Two groups that permute copies of each other have no order: one of them gets a single
             # copy.
-            slots = tuple(slot._replace(copy=np.zeros_like(slot.copy)) for slot in left[name].slots)
-            left[name] = dataclasses.replace(left[name], slots=slots, copies=1)
-        ordered[name] = left.pop(name)
+            slots = tuple(slot._replace(copy=np.zeros_like(slot.copy)) for slot in group.slots)
+            remaining[name] = dataclasses.replace(group, slots=slots, copies=1)
+        ordered[name] = remaining.pop(name)
     return ordered
 
 
-def _moves(group: NeuronGroup, other: NeuronGroup) -> bool:
-    """Test whether a permutation of a group permutes the copies of another."""
-    turn = np.tile(np.roll(np.arange(group.size), 1), (group.copies, 1))
-    return bool((_copies_moved(other, group, turn) != np.arange(other.copies)).any())
+def _unmoved(groups: Mapping[str, NeuronGroup]) -> str | None:
+    """Return the first group whose copies no other group permutes, or None."""
+    for name, group in groups.items():
+        if not any(_moves(by, group) for by in groups.values() if by is not group):
+            return name
+    return None
+
+
+def _moves(by: NeuronGroup, group: NeuronGroup) -> bool:
+    """Test whether a permutation of the group `by` permutes the copies of another."""
+    turn = np.tile(np.roll(np.arange(by.size), 1), (by.copies, 1))
+    return bool((_copies_moved(group, by, turn) != np.arange(group.copies)).any())
 
 
 def check_alike(a: Any, b: Any) -> None:
-    first, second = ([np.shape(leaf) for leaf in parameters_of(model)[0]] for model in (a, b))
-    if first != second:
-        fail("b", f"have arrays of the shapes that `a` has, {first}", second)
+    shapes_of_a = list(map(np.shape, parameters_of(a)[0]))
+    shapes_of_b = list(map(np.shape, parameters_of(b)[0]))
+    if shapes_of_a != shapes_of_b:
+        fail("b", f"have arrays of the shapes that `a` has, {shapes_of_a}", shapes_of_b)
 
 
 def _check_groups(model: Any, groups: Mapping[str, NeuronGroup]) -> None:
@@ -176,24 +176,21 @@ def _check_groups(model: Any, groups: Mapping[str, NeuronGroup]) -> None:
     shapes = dict(zip(paths, map(np.shape, leaves), strict=True))
     for name, group in groups.items():
         for slot in group.slots:
-            if shapes.get(slot.path) != slot.shape:
-                wanted = (
-                    f"be of the networks: {name!r} has an array {slot.path} of shape {slot.shape}"
-                )
-                fail("groups", wanted, shapes.get(slot.path, "none"))
+            shape = shapes.get(slot.path, "none")
+            if shape != slot.shape:
+                wanted_array = f"{name!r} has an array {slot.path} of shape {slot.shape}"
+                fail("groups", f"be of the networks: {wanted_array}", shape)
 
 
 def _rows(leaves: Sequence[np.ndarray], group: NeuronGroup) -> list[list[np.ndarray]]:
     """Return the weights at each neuron, [neurons, numbers], by copy and slot."""
-    blocks = [slot.blocks(leaves[slot.leaf]) for slot in group.slots]
-    where = [
-        np.broadcast_to(np.moveaxis(slot.copy, slot.axis, 0), block.shape[1:])
-        for slot, block in zip(group.slots, blocks, strict=True)
-    ]
-    return [
-        [block[:, own == copy] for block, own in zip(blocks, where, strict=True)]
-        for copy in range(group.copies)
-    ]
+    rows = [[] for _ in range(group.copies)]
+    for slot in group.slots:
+        blocks = slot.blocks(leaves[slot.leaf])
+        copies = np.broadcast_to(np.moveaxis(slot.copy, slot.axis, 0), blocks.shape[1:])
+        for copy in range(group.copies):
+            rows[copy].append(blocks[:, copies == copy])
+    return rows
 
 
 def _permuted(
@@ -208,16 +205,20 @@ def _permuted(
 def _by_signatures(
     first: list[np.ndarray], second: list[np.ndarray], groups: Mapping[str, NeuronGroup]
 ) -> dict[str, np.ndarray]:
-    found = {}
+    """Match neurons by their sorted weights, one group after another."""
+    permutations = {}
     for name, group in groups.items():
-        likeness = np.zeros((group.copies, group.size, group.size))
-        for total, *pairs in zip(likeness, _rows(first, group), _rows(second, group), strict=True):
-            for one, other in zip(*pairs, strict=True):
-                one, other = np.sort(one, 1), np.sort(other, 1)
-                total += 2 * one @ other.T - (one**2).sum(1)[:, None] - (other**2).sum(1)[None]
-        found[name] = np.stack([_assigned(total) for total in likeness])
-        second = _permuted(second, group, found[name])
-    return found
+        orders = []
+        for pair in zip(_rows(first, group), _rows(second, group), strict=True):
+            likeness = np.zeros((group.size, group.size))
+            for a, b in zip(*pair, strict=True):
+                a = np.sort(a, 1)
+                b = np.sort(b, 1)
+                likeness += 2 * a @ b.T - (a**2).sum(1)[:, None] - (b**2).sum(1)[None]
+            orders.append(_assigned(likeness))
+        permutations[name] = np.stack(orders)
+        second = _permuted(second, group, permutations[name])
+    return permutations
 
 
 def _assigned(likeness: np.ndarray) -> np.ndarray:
@@ -230,51 +231,69 @@ def _ascended(
     groups: Mapping[str, NeuronGroup],
     start: dict[str, np.ndarray],
 ) -> Matching:
-    found = dict(start)
-    now = second
+    """Improve the permutations `start`, one group after another, until none improves."""
+    permutations = dict(start)
     for name, permutation in start.items():
-        now = _permuted(now, groups[name], permutation)
-    touched = sorted({slot.leaf for group in groups.values() for slot in group.slots})
-    value = sum((float(np.vdot(first[leaf], now[leaf])) for leaf in touched), 0.0)
-    own = {name: _rows(first, group) for name, group in groups.items()}
+        second = _permuted(second, groups[name], permutation)
+    rows = {name: _rows(first, group) for name, group in groups.items()}
+    leaves = sorted({slot.leaf for group in groups.values() for slot in group.slots})
+    value = _overlap(first, second, leaves)
     for _ in range(SWEEPS):
-        before = value
+        previous = value
         for name, group in groups.items():
-            pairs = zip(own[name], _rows(now, group), strict=True)
-            likeness = [
-                sum(one @ other.T for one, other in zip(*each, strict=True)) for each in pairs
-            ]
-            order = np.stack([_assigned(np.asarray(each)) for each in likeness])
-            moved = _permuted(now, group, order)
-            better = sum(float(np.vdot(first[leaf], moved[leaf])) for leaf in touched)
+            orders = []
+            for pair in zip(rows[name], _rows(second, group), strict=True):
+                likeness = sum(a @ b.T for a, b in zip(*pair, strict=True))
+                orders.append(_assigned(np.asarray(likeness)))
+            order = np.stack(orders)
+            moved = _permuted(second, group, order)
+            overlap = _overlap(first, moved, leaves)
             # Rounding alone is no progress: equal assignments could alternate.
-            if better > value + 1e-12 * abs(value):
-                now, value = moved, better
-                found[name] = np.take_along_axis(found[name], order, 1)
-                # Permutations found in the copies of other groups move with these copies.
-                found |= {
-                    k: found[k][_copies_moved(other, group, order)]
-                    for k, other in groups.items()
-                    if k != name
-                }
-        if value == before:
-            return Matching(_single(found, groups), value, converged=True)
-    return Matching(_single(found, groups), value, converged=False)
+            if overlap > value + 1e-12 * abs(value):
+                second = moved
+                value = overlap
+                permutations[name] = np.take_along_axis(permutations[name], order, 1)
+                _move_copies(permutations, groups, name, order)
+        if value == previous:
+            return Matching(_single(permutations, groups), value, converged=True)
+    return Matching(_single(permutations, groups), value, converged=False)
+
+
+def _overlap(first: list[np.ndarray], second: list[np.ndarray], leaves: list[int]) -> float:
+    return sum((float(np.vdot(first[leaf], second[leaf])) for leaf in leaves), 0.0)
+
+
+def _move_copies(
+    permutations: dict[str, np.ndarray],
+    groups: Mapping[str, NeuronGroup],
+    name: str,
+    order: np.ndarray,
+) -> None:
+    """Move the permutations in copies of other groups with these copies, in place."""
+    for moved_name, group in groups.items():
+        if moved_name != name:
+            copies = _copies_moved(group, groups[name], order)
+            permutations[moved_name] = permutations[moved_name][copies]
 
 
 def _single(
-    found: Mapping[str, np.ndarray], groups: Mapping[str, NeuronGroup]
+    permutations: Mapping[str, np.ndarray], groups: Mapping[str, NeuronGroup]
 ) -> dict[str, np.ndarray]:
     """Drop the axis of copies from permutations of groups with one copy."""
-    return {name: each if groups[name].copies > 1 else each[0] for name, each in found.items()}
+    single = dict(permutations)
+    for name, permutation in permutations.items():
+        if groups[name].copies == 1:
+            single[name] = permutation[0]
+    return single
 
 
 @validated
 def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: Any) -> Matching:
-    """Match the neurons of b to those of a by activations: maximise their correlation on data, one group after another.
+    """Match the neurons of b to those of a by activations.
 
-    The activations of a neuron are the values that the next layer receives, at all examples and
-    positions. Queries and keys of attention are not permuted.
+    Their correlation on data is maximised, one group after another. The activations of a neuron are
+    the values that the next layer receives, at all examples and positions. Queries and keys of
+    attention are not permuted.
 
     Args:
         a: A network.
@@ -297,59 +316,66 @@ def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: An
     check_alike(a, b)
     _check_groups(a, groups)
     inputs = as_examples("inputs", inputs, finite=True)
-    found, values = {}, []
+    permutations = {}
+    correlations = []
     groups = _in_order(groups)
     for name, group in groups.items():
-        reads = [slot for slot in group.slots if slot.outgoing and len(slot.shape) > 1]
-        one, other = (_activity(model, inputs, group, reads) for model in (a, b))
-        if not one:
+        slots = [slot for slot in group.slots if slot.outgoing and len(slot.shape) > 1]
+        activity_of_a = _activity(a, inputs, group, slots)
+        activity_of_b = _activity(b, inputs, group, slots)
+        if not activity_of_a:
             continue
-        found[name] = np.tile(np.arange(group.size), (group.copies, 1))
-        for copy, rows in one.items():
-            likeness = rows.T @ other[copy]
-            found[name][copy] = _assigned(likeness)
-            values.append(likeness[np.arange(group.size), found[name][copy]])
-        b = permute(group, found[name])(b)
-    value = float(np.mean(np.concatenate(values))) if values else 0.0
-    return Matching(_single(found, groups), value, converged=True)
+        neurons = np.arange(group.size)
+        permutation = np.tile(neurons, (group.copies, 1))
+        for copy, activity in activity_of_a.items():
+            likeness = activity.T @ activity_of_b[copy]
+            permutation[copy] = _assigned(likeness)
+            correlations.append(likeness[neurons, permutation[copy]])
+        permutations[name] = permutation
+        b = permute(group, permutation)(b)
+    value = 0.0
+    if correlations:
+        value = float(np.mean(np.concatenate(correlations)))
+    return Matching(_single(permutations, groups), value, converged=True)
 
 
 def _activity(
-    model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]
+    model: Any, inputs: Any, group: NeuronGroup, slots: Sequence[Slot]
 ) -> dict[int, np.ndarray]:
-    """Return activity [rows, neurons] by copy, centred and of length one, so that products are correlations."""
-    found: dict[int, np.ndarray] = {}
+    """Return activity [rows, neurons] by copy, centred and of length one.
+
+    Products of such activities are correlations.
+    """
+    activity: dict[int, np.ndarray] = {}
     refusal = None
-    for slot in reads:
-        if not set(slot.copy.flat) - set(found):
+    for slot in slots:
+        missing = set(slot.copy.flat) - set(activity)
+        if not missing:
             continue
         try:
-            seen = layer_inputs(model, inputs, slot.path, call=group.call)
+            features = layer_inputs(model, inputs, slot.path, call=group.call)
         except WrongValue as error:
             refusal = error
             continue
-        if slot.axis not in seen.axes:
+        axes = features.axes
+        if slot.axis not in axes:
             continue
-        rows = np.asarray(seen.rows, np.float64)
-        grid = rows.reshape(len(rows), *(slot.shape[axis] for axis in seen.axes))
+        rows = np.asarray(features.rows, np.float64)
+        grid = rows.reshape(len(rows), *(slot.shape[axis] for axis in axes))
         # [neurons, positions, rows, other axes]
-        values = np.moveaxis(grid, 1 + seen.axes.index(slot.axis), 0)[slot.positions]
-        others = [
-            axis for axis in range(len(slot.shape)) if axis in seen.axes and axis != slot.axis
-        ]
-        copy = np.moveaxis(slot.copy, slot.axis, 0)
-        copy = copy.reshape([copy.shape[0], 1, *(slot.copy.shape[axis] for axis in others)])
-        copy = np.broadcast_to(copy, values.shape[1:])
-        for number in sorted(set(slot.copy.flat) - set(found)):
-            own = values[:, copy == number].T
-            own = own - own.mean(0)
-            lengths = np.linalg.norm(own, axis=0)
+        blocks = np.moveaxis(grid, 1 + axes.index(slot.axis), 0)[slot.positions]
+        copies = np.moveaxis(slot.copy, slot.axis, 0)
+        shape = [slot.copy.shape[axis] for axis in axes if axis != slot.axis]
+        copies = copies.reshape(len(copies), 1, *shape)
+        copies = np.broadcast_to(copies, blocks.shape[1:])
+        for copy in sorted(missing):
+            columns = blocks[:, copies == copy].T
+            columns = columns - columns.mean(0)
+            lengths = np.linalg.norm(columns, axis=0)
             # Constant neurons have lengths of rounding size: infinity makes their correlations 0.
-            found[int(number)] = own / np.where(
-                lengths > 1e-12 * max(lengths.max(), 1e-300), lengths, np.inf
-            )
-    if refusal is not None and not found:
-        fail(
-            "groups", "be of neurons that some layer reads as a whole", f"{group.name!r}: {refusal}"
-        )
-    return found
+            is_varying = lengths > 1e-12 * max(lengths.max(), 1e-300)
+            activity[int(copy)] = columns / np.where(is_varying, lengths, np.inf)
+    if refusal is not None and not activity:
+        wanted_neurons = "be of neurons that some layer reads as a whole"
+        fail("groups", wanted_neurons, f"{group.name!r}: {refusal}")
+    return activity

@@ -1,4 +1,7 @@
-"""Noise on every parameter of a model, to measure how exact weights must be. It changes the function."""
+"""Noise on every parameter of a model, to measure how exact weights must be.
+
+It changes the function.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -6,8 +9,6 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array
 
 from dissociation._core.checks import fail
 from dissociation._core.types import NonNegative, PRNGKey, PyTree
@@ -41,25 +42,24 @@ def parameter_noise(
     """
     leaves, treedef = jax.tree.flatten(parameters_in(model))
     if not leaves:
-        fail(
-            "model",
-            "hold at least one array of floating-point numbers",
-            f"none in a {type(model).__name__}",
-        )
+        kind = type(model).__name__
+        fail("model", "hold at least one array of floating-point numbers", f"none in a {kind}")
     # Keys for all parameters, whatever `where` chooses, so that it does not change the draws.
     keys = jax.random.split(key, len(leaves))
-    draws = [
-        jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)
-    ]
-    noise, chosen = jax.tree.unflatten(treedef, draws), parameters_in(model, where)
+    draws = []
+    for leaf_key, leaf in zip(keys, leaves, strict=True):
+        draws.append(jax.random.normal(leaf_key, leaf.shape, leaf.dtype))
+    noise = jax.tree.unflatten(treedef, draws)
+    chosen = parameters_in(model, where)
     if not jax.tree.leaves(chosen):
         fail("where", "choose parameters of `model`", "none")
-    return jax.tree.map(
-        lambda kept, draw: kept if kept is None else draw,
-        chosen,
-        noise,
-        is_leaf=lambda x: x is None,
-    )
+
+    def draw_if_chosen(parameter, draw):
+        if parameter is None:
+            return None
+        return draw
+
+    return jax.tree.map(draw_if_chosen, chosen, noise, is_leaf=lambda leaf: leaf is None)
 
 
 @validated
@@ -72,7 +72,7 @@ def add_parameter_noise(model: Model, scale: NonNegative, *, key: PRNGKey) -> Mo
         key: A PRNG key, split as in `parameter_noise`.
     """
 
-    def perturbed(weight: Array | np.ndarray, draw: Array) -> Array:
+    def perturbed(weight, draw):
         return jnp.asarray(weight) + jnp.asarray(scale, draw.real.dtype) * draw
 
     noise = parameter_noise(model, key=key)

@@ -51,27 +51,31 @@ def null_spectrum(
     """
     check_known("its rank sets shapes", dataset=dataset)
     samples = np.asarray(dataset)
-    rtol = RELATIVE_CUTOFF if rtol is None else rtol
+    if rtol is None:
+        rtol = RELATIVE_CUTOFF
     check_non_negative("rtol", rtol)
 
     flat = samples.reshape(len(samples), -1)
     # Squares of very large or small numbers overflow float64. A power of two changes no digit.
-    scale = 2.0 ** np.frexp(max(abs(float(flat.min())), abs(float(flat.max()))))[1]
+    largest = max(abs(float(flat.min())), abs(float(flat.max())))
+    scale = 2.0 ** np.frexp(largest)[1]
     # A Gram matrix resolves singular values down to 1e-8 of the largest only. Those below 1e-4 are
     # therefore decomposed again among themselves.
     eigenvalues, vectors = np.linalg.eigh(_gram(flat, scale, None))
-    small = eigenvalues <= 1e-8 * eigenvalues[-1]
-    if small.any():
-        eigenvalues[small], rotation = np.linalg.eigh(_gram(flat, scale, vectors[:, small]))
-        vectors[:, small] = vectors[:, small] @ rotation
+    is_small = eigenvalues <= 1e-8 * eigenvalues[-1]
+    if is_small.any():
+        small_vectors = vectors[:, is_small]
+        eigenvalues[is_small], rotation = np.linalg.eigh(_gram(flat, scale, small_vectors))
+        vectors[:, is_small] = small_vectors @ rotation
     singular_values = np.sqrt(np.maximum(eigenvalues, 0))[::-1]
     directions = vectors.T[::-1]
 
     # A value at the cut-off is kept: its last digits differ between processors.
     rank = int(np.sum(singular_values > (1 - CUT_SLACK) * rtol * singular_values[0]))
     basis = directions[rank:].reshape(-1, *samples.shape[1:])
-    clear = 0 < rank < len(singular_values) and singular_values[rank] > 0
-    gap = float(singular_values[rank - 1] / singular_values[rank]) if clear else float("inf")
+    gap = float("inf")
+    if 0 < rank < len(singular_values) and singular_values[rank] > 0:
+        gap = float(singular_values[rank - 1] / singular_values[rank])
     return NullSpectrum(np.ascontiguousarray(basis), scale * singular_values, rank, gap)
 
 
@@ -102,16 +106,17 @@ def perturb_in_null_space(
     key: PRNGKey,
     axes: tuple[int, ...] = (1,),
 ) -> Array:
-    """Return W + scale Z basis^T basis with Z ~ N(0, 1), for W with its inputs on `axes` and basis [null, inputs]."""
+    """Return W + scale Z basis^T basis with Z ~ N(0, 1).
+
+    W has its inputs on `axes`, and the basis is [null, inputs].
+    """
     if not is_traced(basis):
-        known = np.asarray(basis, np.float64)
-        away = np.abs(known @ known.T - np.eye(len(known))).max(initial=0)
-        if not away <= 1e-3:
-            fail(
-                "basis",
-                "hold orthonormal directions",
-                f"inner products {away:.2g} away from 0 or 1",
-            )
+        directions = np.asarray(basis, np.float64)
+        errors = directions @ directions.T - np.eye(len(directions))
+        largest = np.abs(errors).max(initial=0)
+        if not largest <= 1e-3:
+            inner_products = f"inner products {largest:.2g} away from 0 or 1"
+            fail("basis", "hold orthonormal directions", inner_products)
     return _perturb(to_device(weights), to_device(basis), scale, key, axes)
 
 
@@ -123,16 +128,21 @@ def _perturb(
     last = tuple(range(-len(axes), 0))
     moved = jnp.moveaxis(weights, axes, last)
     rows = moved.reshape(-1, basis.shape[-1])
-    drawn = jax.random.normal(key, rows.shape, rows.dtype)
+    draws = jax.random.normal(key, rows.shape, rows.dtype)
     # A projection, so that the noise depends on the space and not on its basis.
-    noise = product(product(drawn, directions.T), directions)
+    noise = product(product(draws, directions.T), directions)
     rows = rows + jnp.asarray(scale, rows.dtype) * noise
     return jnp.moveaxis(rows.reshape(moved.shape), last, axes)
 
 
 def _gram(samples: np.ndarray, scale: float, directions: np.ndarray | None) -> np.ndarray:
-    """Return the sum over samples of x x^T / scale^2 in float64, in coordinates along `directions` if given."""
-    size = samples.shape[1] if directions is None else directions.shape[1]
+    """Return the sum over samples of x x^T / scale^2 in float64.
+
+    With `directions`, x is in coordinates along them.
+    """
+    size = samples.shape[1]
+    if directions is not None:
+        size = directions.shape[1]
     total = np.zeros((size, size))
     for start in range(0, len(samples), CHUNK):
         # A float64 copy of all samples may not fit in memory.

@@ -35,7 +35,7 @@ OTHER_BATCH = 777
 
 
 class PlantedActivity(NamedTuple):
-    """Network whose predictions stay, and whose activity is close to a pattern; see `plant_activity`.
+    """Network whose predictions stay, and whose activity is close to a pattern.
 
     Attributes:
         model: The network.
@@ -74,16 +74,17 @@ def plant_activity(
     checkpoint: str | Path | None = None,
     progress: str | MeterFactory | None = None,
 ) -> PlantedActivity:
-    """Move a layer's activity on the first inputs towards a pattern, while the predictions on all inputs stay.
+    """Move a layer's activity on the first inputs towards a pattern, while predictions stay.
 
-    Incoming weights of the group change, all others stay. Adam maximises the correlation of
-    activity and pattern, by an augmented Lagrangian: each input has a multiplier for the constraint
-    that its margin, the largest logit minus the next one, is at least half of its first value, but
-    no less than .4 and no more than 1 times `margin`. Every step takes a batch, and half as many
-    inputs with the largest multipliers. Weights are in whitened coordinates of the layer's inputs.
-    The learning rate decays to 2 % by a cosine. If predictions are changed then, up to as many
-    passes follow, and at last the change is reduced until no prediction is changed, counted in two
-    batch sizes. It is driven by the host, as `training.fit` is.
+    Predictions stay on all inputs. Incoming weights of the group change, all others stay. Adam
+    maximises the correlation of activity and pattern, by an augmented Lagrangian: each input has a
+    multiplier for the constraint that its margin, the largest logit minus the next one, is at least
+    half of its first value, but no less than .4 and no more than 1 times `margin`. Every step takes
+    a batch, and half as many inputs with the largest multipliers. Weights are in whitened
+    coordinates of the layer's inputs. The learning rate decays to 2 % by a cosine. If predictions
+    are changed then, up to as many passes follow, and at last the change is reduced until no
+    prediction is changed, counted in two batch sizes. It is driven by the host, as `training.fit`
+    is.
 
     Args:
         group: Group of ReLU neurons, made by one matrix and at most one bias, once per input.
@@ -117,39 +118,37 @@ def plant_activity(
     if group.call is not None:
         fail("group", "be found without `call`", group.name)
     examples = to_device(inputs)
-    number, group = len(examples), current(group, model)
-    batch_size = min(batch_size, number)
+    group = current(group, model)
+    num_inputs = len(examples)
+    batch_size = min(batch_size, num_inputs)
     planting = _planting(group, model, examples, np.asarray(pattern, float))
     labels, margins = planting.predicted(planting.none, examples, batch_size)
     unit = margin * jnp.mean(margins)
     if not unit > 0:
-        fail(
-            "model",
-            "tell classes apart by finite logits",
-            f"a mean margin of {float(unit / margin):.3g}",
-        )
+        mean_margin = f"a mean margin of {float(unit / margin):.3g}"
+        fail("model", "tell classes apart by finite logits", mean_margin)
     if not jnp.any(planting.activity(planting.none) > 0):
-        fail(
-            "group",
-            "have an active neuron on the shown inputs",
-            "zeros alone",
-            "Gradients are zero there",
-        )
-    data = examples, labels, jnp.clip(0.5 * margins / unit, 0.4, 1.0), unit
-    num_steps = num_passes * -(-number // batch_size)
+        wanted_neuron = "have an active neuron on the shown inputs"
+        fail("group", wanted_neuron, "zeros alone", "Gradients are zero there")
+    targets = jnp.clip(0.5 * margins / unit, 0.4, 1.0)
+    loss = partial(planting.lagrangian, (examples, labels, targets, unit), penalty)
+    num_batches = -(-num_inputs // batch_size)
+    num_steps = num_passes * num_batches
     rate = optax.cosine_decay_schedule(learning_rate * planting.size, num_steps, alpha=0.02)
 
-    def observe(change: Array, _: Any, step: Array, key: Array) -> dict[str, Array]:
-        changed = jnp.sum(planting.predicted(change, examples, batch_size)[0] != labels)
-        return {"correlation": planting.correlation(planting.activity(change)), "changed": changed}
+    def observe(change, _, step, key):
+        correlation = planting.correlation(planting.activity(change))
+        num_changed = planting.num_changed(change, examples, labels, batch_size)
+        return {"correlation": correlation, "changed": num_changed}
 
-    def ended(step: int, records: dict[str, Any]) -> bool:
-        return step >= num_steps and int(records["observed"]["changed"][0]) == 0
+    def ended(step, records):
+        num_changed = records["observed"]["changed"]
+        return step >= num_steps and int(num_changed[0]) == 0
 
-    found = fit(
+    run = fit(
         planting.none[None],
-        make_step(partial(planting.lagrangian, data, penalty), optax.adam(rate)),
-        Epochs(jnp.arange(number), batch_size),
+        make_step(loss, optax.adam(rate)),
+        Epochs(jnp.arange(num_inputs), batch_size),
         num_epochs=2 * num_passes,
         aux=jnp.zeros_like(margins)[None],
         save=Save(observe),
@@ -157,113 +156,133 @@ def plant_activity(
         key=key,
         checkpoint=checkpoint,
     )
-    fraction, change = 1.0, found.models[0]
+    change = run.models[0]
     if not jnp.isfinite(change).all():
         fail("learning_rate", "keep the weights finite", learning_rate)
+
+    sizes = (batch_size, OTHER_BATCH)
+    fraction = 1.0
     while fraction and any(
-        jnp.any(planting.predicted(fraction * change, examples, size)[0] != labels)
-        for size in (batch_size, OTHER_BATCH)
+        planting.num_changed(fraction * change, examples, labels, size) for size in sizes
     ):
         fraction = round(fraction - 0.01, 2)
     if fraction < 1:
-        told = (
+        message = (
             f"{fraction:g} of the change is kept, because all of it changes predictions. Take "
             "more passes."
         )
-        warnings.warn(told, stacklevel=3)
-    after, planted = planting.activity(fraction * change), planting.changed(fraction * change)
+        warnings.warn(message, stacklevel=3)
+    change = fraction * change
+    planted = planting.changed(change)
+    after = planting.activity(change)
     _check_activity(group, planted, examples[: len(pattern)], after)
     activity = jnp.stack([planting.activity(planting.none), after, planting.best(after)])
-    along, changed = (
-        np.asarray(found.history.observed[name])[0] for name in ("correlation", "changed")
-    )
-    return PlantedActivity(
-        planted, activity, jax.vmap(planting.correlation)(activity), along, changed, fraction
-    )
+    correlation = jax.vmap(planting.correlation)(activity)
+    observed = run.history.observed
+    along = np.asarray(observed["correlation"])[0]
+    num_changed = np.asarray(observed["changed"])[0]
+    return PlantedActivity(planted, activity, correlation, along, num_changed, fraction)
 
 
-def _check_activity(group: NeuronGroup, model: Any, shown: Array, activity: Array) -> None:
+def _check_activity(group: NeuronGroup, model: Any, inputs: Array, activity: Array) -> None:
     """Raise unless the activity of a group is the one that ReLUs have."""
-    known = representations(model, shown).get(group.name, activity[:0])
-    if known.shape != activity.shape or not np.allclose(
-        known, activity, atol=1e-4 * float(jnp.max(jnp.abs(known)))
-    ):
-        fail("group", "be of ReLU neurons", group.name)
+    actual = representations(model, inputs).get(group.name, activity[:0])
+    if actual.shape == activity.shape:
+        tolerance = 1e-4 * float(jnp.max(jnp.abs(actual)))
+        if np.allclose(actual, activity, atol=tolerance):
+            return
+    fail("group", "be of ReLU neurons", group.name)
 
 
 def _planting(group: NeuronGroup, model: Any, inputs: Array, pattern: np.ndarray) -> "_Planting":
     """Return the problem in whitened coordinates, after checks."""
-    if pattern.shape[1] != group.size or len(pattern) > len(inputs):
+    num_shown = len(pattern)
+    if pattern.shape[1] != group.size or num_shown > len(inputs):
         fail("pattern", f"have at most {len(inputs)} rows, and {group.size} columns", pattern.shape)
-    low, high = pattern.min(), pattern.max()
+    low = pattern.min()
+    high = pattern.max()
     if low == high:
         fail("pattern", "not be constant", f"{low} alone")
-    # On the host, so that no unit and no constant matters to float32.
-    pattern = (pattern - low) / (high - low)
     rows = incoming(group, model, inputs)
     if len(rows) != len(inputs):
         fail("group", "be made once per input", f"{len(rows)} times by {len(inputs)} inputs")
-    host = np.asarray(rows, float)
-    values, vectors = np.linalg.eigh(host.T @ host / len(host))
-    kept = values > 1e-8 * values[-1]
+
+    host_rows = np.asarray(rows, float)
+    eigenvalues, vectors = np.linalg.eigh(host_rows.T @ host_rows / len(rows))
+    is_kept = eigenvalues > 1e-8 * eigenvalues[-1]
     # Directions of little variance are not magnified in full: they would carry rounding errors.
-    whitened = vectors[:, kept] / np.sqrt(values[kept] + 1e-5 * values[-1])
-    shown, own = rows[: len(pattern)], parameters_of(model)[0]
-    weights = jnp.concatenate(
-        [slot.rows(jnp.asarray(own[slot.leaf])) for slot in made_by(group) if slot], 1
-    )
-    basis = jnp.asarray(whitened, rows.dtype)
-    planting = _Planting(
-        model, group, basis, shown, product(shown, weights.T), jnp.asarray(pattern, rows.dtype)
-    )
-    _check_activity(group, model, inputs[: len(pattern)], planting.activity(planting.none))
+    stretch = np.sqrt(eigenvalues[is_kept] + 1e-5 * eigenvalues[-1])
+    basis = jnp.asarray(vectors[:, is_kept] / stretch, rows.dtype)
+
+    leaves, _, _ = parameters_of(model)
+    weights = [slot.rows(jnp.asarray(leaves[slot.leaf])) for slot in _incoming_slots(group)]
+    rows = rows[:num_shown]
+    matrix = jnp.concatenate(weights, 1)
+    preactivations = product(rows, matrix.T)
+    # On the host, so that no unit and no constant matters to float32.
+    pattern = (pattern - low) / (high - low)
+    target = jnp.asarray(pattern, rows.dtype)
+    planting = _Planting(model, group, basis, rows, preactivations, target)
+    activity = planting.activity(planting.none)
+    _check_activity(group, model, inputs[:num_shown], activity)
     return planting
 
 
+def _incoming_slots(group: NeuronGroup) -> list[Slot]:
+    """Return the incoming matrix of a group, and its bias if there is one."""
+    return [slot for slot in made_by(group) if slot is not None]
+
+
 class _Planting(eqx.Module):
-    """Network whose incoming weights change by `change` in whitened coordinates, [neurons, coordinates]."""
+    """Network whose incoming weights change by `change` in whitened coordinates.
+
+    A change has shape [neurons, coordinates].
+    """
 
     model: Any
     group: NeuronGroup = eqx.field(static=True)
     basis: Array  # [features, coordinates]
-    shown: Array  # inputs of the layer, [shown, features]
-    before: Array  # preactivations, [shown, neurons]
+    rows: Array  # inputs of the layer, [shown, features]
+    preactivations: Array  # [shown, neurons]
     pattern: Array
 
     @property
-    def slots(self) -> list[Slot]:
-        return [slot for slot in made_by(self.group) if slot is not None]
-
-    @property
     def size(self) -> float:
-        return float(jnp.sqrt(jnp.mean(self.before**2)))
+        return float(jnp.sqrt(jnp.mean(self.preactivations**2)))
 
     @property
     def none(self) -> Array:
-        return jnp.zeros((self.before.shape[1], self.basis.shape[1]), self.basis.dtype)
+        num_neurons = self.preactivations.shape[1]
+        num_coordinates = self.basis.shape[1]
+        return jnp.zeros((num_neurons, num_coordinates), self.basis.dtype)
 
     def changed(self, change: Array) -> Any:
-        leaves, tree, rest = parameters_of(self.model)
+        leaves, tree, static = parameters_of(self.model)
+        slots = _incoming_slots(self.group)
         step = product(change, self.basis.T)
-        slots = self.slots
-        for slot, part in zip(
-            slots, [step] if len(slots) < 2 else [step[:, :-1], step[:, -1]], strict=True
-        ):
+        steps = [step]
+        if len(slots) > 1:  # the last column is of the bias
+            steps = [step[:, :-1], step[:, -1]]
+        for slot, slot_step in zip(slots, steps, strict=True):
             array = jnp.asarray(leaves[slot.leaf])
             blocks = slot.blocks(array)
-            leaves[slot.leaf] = slot.with_blocks(array, blocks + part.reshape(blocks.shape))
-        return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
+            blocks = blocks + slot_step.reshape(blocks.shape)
+            leaves[slot.leaf] = slot.with_blocks(array, blocks)
+        return eqx.combine(jax.tree.unflatten(tree, leaves), static)
 
     def activity(self, change: Array) -> Array:
-        return jax.nn.relu(self.before + product(product(self.shown, self.basis), change.T))
+        coordinates = product(self.rows, self.basis)
+        step = product(coordinates, change.T)
+        return jax.nn.relu(self.preactivations + step)
 
     def correlation(self, activity: Array) -> Array:
-        one, other = (array - jnp.mean(jnp.mean(array, 1)) for array in (activity, self.pattern))
+        x = activity - jnp.mean(jnp.mean(activity, 1))
+        y = self.pattern - jnp.mean(jnp.mean(self.pattern, 1))
         # Sums of rows first: one sum over all entries would be rounded in the fourth digit.
-        both, first, second = (
-            jnp.sum(jnp.sum(part, 1)) for part in (one * other, one**2, other**2)
-        )
-        return both / jnp.maximum(jnp.sqrt(first * second), 1e-30)
+        covariance = jnp.sum(jnp.sum(x * y, 1))
+        variance_of_x = jnp.sum(jnp.sum(x**2, 1))
+        variance_of_y = jnp.sum(jnp.sum(y**2, 1))
+        return covariance / jnp.maximum(jnp.sqrt(variance_of_x * variance_of_y), 1e-30)
 
     @eqx.filter_jit
     def predicted(self, change: Array, inputs: Array, batch_size: int) -> tuple[Array, Array]:
@@ -271,29 +290,36 @@ class _Planting(eqx.Module):
         model = function_of("model", self.changed(change))
         outputs = lax.map(model, inputs, batch_size=min(batch_size, len(inputs)))
         if outputs.ndim != 2 or outputs.shape[1] < 2:
-            fail(
-                "model",
-                "return one vector of at least two logits",
-                f"outputs of shape {outputs.shape[1:]}",
-            )
+            shape = f"outputs of shape {outputs.shape[1:]}"
+            fail("model", "return one vector of at least two logits", shape)
         labels = jnp.argmax(outputs, 1)
         return labels, _margins(outputs, labels)
+
+    def num_changed(self, change: Array, inputs: Array, labels: Array, batch_size: int) -> Array:
+        """Return the number of predictions that differ from `labels`."""
+        predictions, _ = self.predicted(change, inputs, batch_size)
+        return jnp.sum(predictions != labels)
 
     def lagrangian(
         self, data: Any, penalty: float, change: Array, multipliers: Array, batch: Array, key: Array
     ) -> tuple[Array, Array]:
-        """Return the augmented Lagrangian of a batch and of the active set, and the multipliers after it."""
-        active = lax.top_k(multipliers, (len(batch) + 1) // 2)[1]
-        place = jnp.concatenate([active, batch])
-        *known, unit = data
-        x, labels, wanted = (part[place] for part in known)
+        """Return the augmented Lagrangian of a batch and the active set, and new multipliers."""
+        inputs, labels, targets, unit = data
+        batch_size = len(batch)
+        active = lax.top_k(multipliers, (batch_size + 1) // 2)[1]
+        indices = jnp.concatenate([active, batch])
         # Active inputs come in every step, and count as much in a pass as two visits.
-        weight = jnp.ones(len(place)).at[: len(active)].set(2 * len(batch) / len(multipliers))
-        outputs = jax.vmap(function_of("model", self.changed(change)))(x)
-        force, missed = multipliers[place], penalty * (wanted - _margins(outputs, labels) / unit)
-        cost = jnp.sum(weight * jax.nn.relu(force + missed) ** 2) / (2 * penalty * len(batch))
-        later = lax.stop_gradient(jax.nn.relu(force + weight * missed))
-        return cost - self.correlation(self.activity(change)), multipliers.at[place].set(later)
+        visits = 2 * batch_size / len(multipliers)
+        weight = jnp.ones(len(indices)).at[: len(active)].set(visits)
+        model = function_of("model", self.changed(change))
+        outputs = jax.vmap(model)(inputs[indices])
+        margins = _margins(outputs, labels[indices]) / unit
+        force = multipliers[indices]
+        missed = penalty * (targets[indices] - margins)
+        cost = jnp.sum(weight * jax.nn.relu(force + missed) ** 2) / (2 * penalty * batch_size)
+        updated = lax.stop_gradient(jax.nn.relu(force + weight * missed))
+        correlation = self.correlation(self.activity(change))
+        return cost - correlation, multipliers.at[indices].set(updated)
 
     def best(self, planted: Array) -> Array:
         """Return the activity of largest correlation that was found without a constraint.
@@ -303,46 +329,58 @@ class _Planting(eqx.Module):
         bias, the projection of the pattern plus a large constant is another candidate, and
         `planted` is a third. Adam improves the correlation of the best one.
         """
-        left, values, _ = np.linalg.svd(np.asarray(self.shown, float), full_matrices=False)
-        cut = max(self.shown.shape) * float(jnp.finfo(self.shown.dtype).eps) * values[0]
-        span, one = jnp.asarray(left[:, values > cut], planted.dtype), jnp.ones((), planted.dtype)
+        host_rows = np.asarray(self.rows, float)
+        left_vectors, values, _ = np.linalg.svd(host_rows, full_matrices=False)
+        eps = float(jnp.finfo(self.rows.dtype).eps)
+        cut = max(host_rows.shape) * eps * values[0]
+        span = jnp.asarray(left_vectors[:, values > cut], planted.dtype)
 
-        def step(_: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            last, point, weight = state
-            wanted = jnp.where(self.pattern > 0, self.pattern, jnp.minimum(point, 0))
-            now, then = product(span, product(span.T, wanted)), 0.5 + jnp.sqrt(0.25 + weight**2)
-            return now, now + (weight - 1) / then * (now - last), then
+        def projected(point):
+            return product(span, product(span.T, point))
 
-        linear = product(span, product(span.T, self.pattern))
-        starts = [lax.fori_loop(0, 300, step, (linear, linear, one))[0]]
+        def score(point):
+            return float(self.correlation(jax.nn.relu(point)))
+
+        def step(_, state):
+            previous, point, weight = state
+            target = jnp.where(self.pattern > 0, self.pattern, jnp.minimum(point, 0))
+            position = projected(target)
+            next_weight = 0.5 + jnp.sqrt(0.25 + weight**2)
+            point = position + (weight - 1) / next_weight * (position - previous)
+            return position, point, next_weight
+
+        linear = projected(self.pattern)
+        weight = jnp.ones((), planted.dtype)
+        accelerated = lax.fori_loop(0, 300, step, (linear, linear, weight))[0]
+        has_bias = len(_incoming_slots(self.group)) > 1
+        shifted = linear - jnp.min(linear) * has_bias
         # A projection on the span: dead neurons of the planted activity would have no gradient.
-        starts += [
-            product(span, product(span.T, planted)),
-            linear - jnp.min(linear) * (len(self.slots) > 1),
-        ]
-        start = max(starts, key=lambda point: float(self.correlation(jax.nn.relu(point))))
-        weights = product(span.T, start)
-        rule = optax.adam(
-            optax.cosine_decay_schedule(0.03 * float(jnp.sqrt(jnp.mean(weights**2))), 300)
-        )
+        starts = [accelerated, projected(planted), shifted]
+        weights = product(span.T, max(starts, key=score))
+        size = float(jnp.sqrt(jnp.mean(weights**2)))
+        rate = optax.cosine_decay_schedule(0.03 * size, 300)
+        rule = optax.adam(rate)
+
+        def loss(weights):
+            return -self.correlation(jax.nn.relu(product(span, weights)))
+
+        def climb(_, state):
+            weights, moments = state
+            slope = jax.grad(loss)(weights)
+            moves, moments = rule.update(slope, moments)
+            return optax.apply_updates(weights, moves), moments
 
         @jax.jit
-        def climbed(weights: Array) -> Array:
-            def climb(_: Array, state: Any) -> Any:
-                weights, moments = state
-                slope = jax.grad(lambda at: -self.correlation(jax.nn.relu(product(span, at))))(
-                    weights
-                )
-                moves, moments = rule.update(slope, moments)
-                return optax.apply_updates(weights, moves), moments
+        def climbed(weights):
+            start = (weights, rule.init(weights))
+            return lax.fori_loop(0, 300, climb, start)[0]
 
-            return lax.fori_loop(0, 300, climb, (weights, rule.init(weights)))[0]
-
-        found = [*starts, product(span, climbed(weights)), planted]
-        return max(map(jax.nn.relu, found), key=lambda activity: float(self.correlation(activity)))
+        candidates = [*starts, product(span, climbed(weights)), planted]
+        return jax.nn.relu(max(candidates, key=score))
 
 
 def _margins(outputs: Array, labels: Array) -> Array:
     """Return the logit of each label minus the largest other one."""
-    own = jnp.arange(outputs.shape[1])[None] == labels[:, None]
-    return jnp.sum(jnp.where(own, outputs, 0), 1) - jnp.max(jnp.where(own, -jnp.inf, outputs), 1)
+    is_label = jnp.arange(outputs.shape[1])[None] == labels[:, None]
+    logits = jnp.sum(jnp.where(is_label, outputs, 0), 1)
+    return logits - jnp.max(jnp.where(is_label, -jnp.inf, outputs), 1)

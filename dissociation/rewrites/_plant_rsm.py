@@ -31,7 +31,7 @@ def plant_rsm(
     largest: float | int = 100.0,
     key: PRNGKey,
 ) -> Rewrite:
-    """Return the rewrite after which the products H H^T of a layer's activities are near a multiple of a matrix.
+    """Return the rewrite after which products H H^T of activities are near a multiple of a matrix.
 
     A factorisation rsm = B B^T with B >= 0 is found by multiplicative updates. Neurons without
     effect get a multiple of B as preactivations on the inputs, so a ReLU leaves it unchanged.
@@ -63,39 +63,46 @@ def plant_rsm(
     if not 1 <= largest < np.inf:
         fail("largest", "be at least 1", largest)
     inputs = as_examples("inputs", inputs, finite=True)
-    number, size = len(jax.tree.leaves(inputs)[0]), float(np.abs(target).max())
-    if len(target) != number:
-        fail("rsm", f"have shape {(number, number)}, the number of `inputs`", target.shape)
-    if size == 0 or target.min() < -1e-5 * size or np.abs(target - target.T).max() > 1e-5 * size:
-        fail(
-            "rsm",
-            "be symmetric, non-negative and not zero",
-            f"entries from {target.min():.3g} to {target.max():.3g}",
-        )
-    phantom = add_phantom(
-        group, model, inputs, _factor(jnp.asarray(target / size), num_neurons, typed(key))
-    )
+    num_inputs = len(jax.tree.leaves(inputs)[0])
+    if len(target) != num_inputs:
+        wanted_shape = f"have shape {(num_inputs, num_inputs)}, the number of `inputs`"
+        fail("rsm", wanted_shape, target.shape)
+    size = float(np.abs(target).max())
+    tolerance = 1e-5 * size
+    asymmetry = np.abs(target - target.T).max()
+    if size == 0 or target.min() < -tolerance or asymmetry > tolerance:
+        entries = f"entries from {target.min():.3g} to {target.max():.3g}"
+        fail("rsm", "be symmetric, non-negative and not zero", entries)
+
+    target = jnp.asarray(target / size)
+    pattern = _factor(target, num_neurons, typed(key))
+    phantom = add_phantom(group, model, inputs, pattern)
     matrix, _ = made_by(group)
-    trained = jnp.asarray(matrix.rows(jnp.asarray(parameters_of(model)[0][matrix.leaf])))
-    length, longest = (jnp.linalg.norm(rows, axis=1) for rows in (trained, phantom.arrays[0]))
-    for name, lengths in (("group", length), ("inputs", longest)):
+    leaves, _, _ = parameters_of(model)
+    weights = jnp.asarray(leaves[matrix.leaf])
+    rows = jnp.asarray(matrix.rows(weights))
+    present_lengths = jnp.linalg.norm(rows, axis=1)
+    new_lengths = jnp.linalg.norm(phantom.arrays[0], axis=1)
+    for name, lengths in (("group", present_lengths), ("inputs", new_lengths)):
         if not is_traced(lengths) and not float(jnp.max(lengths)) > 0:
             fail(name, "lead to incoming weights that are not zero", "zeros")
-    factor = largest * jnp.mean(length) / jnp.max(longest)
-    arrays = tuple(None if part is None else factor * part for part in phantom.arrays)
-    return compose([scale(group, 1 / largest), Rewrite(phantom.function, phantom.settings, arrays)])
+    factor = largest * jnp.mean(present_lengths) / jnp.max(new_lengths)
+    arrays = jax.tree.map(lambda array: factor * array, phantom.arrays)
+    planted = Rewrite(phantom.function, phantom.settings, arrays)
+    return compose([scale(group, 1 / largest), planted])
 
 
 @partial(jax.jit, static_argnums=1)
 def _factor(target: Array, columns: int, key: Array) -> Array:
     """Return B >= 0, [samples, columns], with B B^T near a matrix of entries up to 1."""
     start = jax.random.uniform(key, (len(target), columns), target.dtype, 0.1, 1.0)
-    start = start * jnp.sqrt(jnp.mean(target) / jnp.mean(product(start, start.T)))
+    gram_of_start = product(start, start.T)
+    start = start * jnp.sqrt(jnp.mean(target) / jnp.mean(gram_of_start))
+    tiny = jnp.finfo(target.dtype).tiny
 
-    def step(_: Array, factor: Array) -> Array:
-        whole = product(factor, product(factor.T, factor))
-        return factor * (
-            0.5 + 0.5 * product(target, factor) / jnp.maximum(whole, jnp.finfo(target.dtype).tiny)
-        )
+    def step(_, factor):
+        approximation = product(factor, product(factor.T, factor))
+        ratio = 0.5 * product(target, factor) / jnp.maximum(approximation, tiny)
+        return factor * (0.5 + ratio)
 
     return lax.fori_loop(0, 500, step, start)

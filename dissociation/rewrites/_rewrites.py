@@ -42,7 +42,10 @@ ONE_STRUCTURE = (
 
 
 class Rewrite(eqx.Module):
-    """A pure function from one model to one model, `function(model, *settings, *arrays)`, in the model's precision."""
+    """A pure function from one model to one model, `function(model, *settings, *arrays)`.
+
+    It computes in the model's precision.
+    """
 
     # Static fields are compiled in; `arrays` may be traced, so that a sweep over factors compiles
     # once.
@@ -63,11 +66,8 @@ def compose(rewrites: Sequence[Rewrite]) -> Rewrite:
     """Return one rewrite that applies several in order and finds widened groups again."""
     for index, rewrite in enumerate(rewrites):
         if not isinstance(rewrite, Rewrite):
-            fail_kind(
-                f"rewrites[{index}]",
-                "be a rewrite, such as `permute` makes",
-                type(rewrite).__name__,
-            )
+            kind = type(rewrite).__name__
+            fail_kind(f"rewrites[{index}]", "be a rewrite, such as `permute` makes", kind)
     return Rewrite(_one_after_another, (), tuple(rewrites))
 
 
@@ -78,16 +78,16 @@ def _one_after_another(model: Any, *rewrites: Rewrite) -> Any:
 
 
 def current(group: NeuronGroup, model: Any) -> NeuronGroup:
-    """Return `group` as it is in `model`; find it again if the model differs in more than parameter values."""
-    leaves = parameters_of(model)[0]
-    same = all(
-        slot.leaf < len(leaves) and np.shape(leaves[slot.leaf]) == slot.shape
-        for slot in group.slots
-    )
-    if same and _same(group.structure, structure_of(model)):
+    """Return `group` as it is in `model`.
+
+    Find it again if the model differs in more than parameter values.
+    """
+    shape_of_leaf = dict(enumerate(map(np.shape, parameters_of(model)[0])))
+    has_same_shapes = all(shape_of_leaf.get(slot.leaf) == slot.shape for slot in group.slots)
+    if has_same_shapes and _same(group.structure, structure_of(model)):
         return group
     for slot in group.slots:
-        shape = np.shape(leaves[slot.leaf]) if slot.leaf < len(leaves) else None
+        shape = shape_of_leaf.get(slot.leaf)
         if shape is None or len(shape) != len(slot.shape):
             fail("model", f"have an array {slot.path} of shape {slot.shape}", shape, ONE_STRUCTURE)
     # An earlier rewrite in a chain may have widened the group: its slots are out of date.
@@ -97,10 +97,10 @@ def current(group: NeuronGroup, model: Any) -> NeuronGroup:
     return groups[group.name]
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(structure: Any, model_structure: Any) -> bool:
     """Test whether two structures are equal; False if their comparison has no single answer."""
     try:
-        return bool(one == other)
+        return bool(structure == model_structure)
     except (TypeError, ValueError):
         return False
 
@@ -109,25 +109,25 @@ Change = Callable[[Slot, Any], Any]
 
 
 def changed(model: Any, changes: Sequence[tuple[Slot, Change]]) -> Any:
-    """Return the model with `change(slot, array)` for the array of each slot, one after the other, by one program.
+    """Return the model with `change(slot, array)` for the array of each slot, by one program.
 
     Args:
         model: A model.
-        changes: Slots and PyTrees that are called, such as `eqx.Partial`.
+        changes: Slots and PyTrees that are called, one after the other, such as `eqx.Partial`.
     """
-    leaves, tree, rest = parameters_of(model)
-    touched = list(dict.fromkeys(slot.leaf for slot, _ in changes))
-    arrays = [to_device(leaves[leaf]) for leaf in touched]
-    placed = []
+    leaves, tree, static = parameters_of(model)
+    changed_leaves = list(dict.fromkeys(slot.leaf for slot, _ in changes))
+    arrays = [to_device(leaves[leaf]) for leaf in changed_leaves]
+    local_changes = []
     for slot, change in changes:
         # Without paths, groups of one shape share a program, wherever their arrays are in the
         # model.
-        placed.append(
-            (slot._replace(path="", leaf=touched.index(slot.leaf), layout=UNIT, name=()), change)
-        )
-    for leaf, array in zip(touched, _change(arrays, placed), strict=True):
+        index = changed_leaves.index(slot.leaf)
+        slot = slot._replace(path="", leaf=index, layout=UNIT, name=())
+        local_changes.append((slot, change))
+    for leaf, array in zip(changed_leaves, _change(arrays, local_changes), strict=True):
         leaves[leaf] = array
-    return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
+    return eqx.combine(jax.tree.unflatten(tree, leaves), static)
 
 
 @eqx.filter_jit
@@ -140,19 +140,15 @@ def _change(arrays: list[Array], changes: list[tuple[Slot, Change]]) -> list[Arr
 def _each_copy(name: str, value: Any, group: NeuronGroup, rank: int) -> Any:
     """Broadcast an argument for all copies of a group, or for each copy, to [copies, ...]."""
     if value.shape[-1:] != (group.size,):
-        fail(
-            name,
-            f"have {group.size} entries on its last axis, one per neuron of {group.name}",
-            value.shape,
-        )
+        entries = f"{group.size} entries on its last axis, one per neuron of {group.name}"
+        fail(name, f"have {entries}", value.shape)
     if value.ndim > rank and len(value) != group.copies:
-        fail(
-            name,
-            f"be one for all, or one for each of the {group.copies} copies of {group.name}",
-            value.shape,
-        )
-    library = jnp if is_traced(value) else np
-    return library.broadcast_to(value, (group.copies, *value.shape[-rank:]))
+        copies = f"the {group.copies} copies of {group.name}"
+        fail(name, f"be one for all, or one for each of {copies}", value.shape)
+    shape = (group.copies, *value.shape[-rank:])
+    if is_traced(value):
+        return jnp.broadcast_to(value, shape)
+    return np.broadcast_to(value, shape)
 
 
 def _permuted(model: Any, group: NeuronGroup, permutation: Array | None, key: Any) -> Any:
@@ -183,7 +179,7 @@ def permute(
     *,
     key: PRNGKey | None = None,
 ) -> Rewrite:
-    """Return the rewrite that permutes the neurons of a group, in incoming and outgoing weights alike.
+    """Return the rewrite that permutes the neurons of a group, in all their weights.
 
     Args:
         group: Group of the model.
@@ -197,70 +193,72 @@ def permute(
     _check_one_given("permutation", permutation, key)
     if permutation is None:
         return Rewrite(_permuted, (group,), (None, key))
-    if (
-        not is_traced(permutation)
-        and (np.sort(permutation) != np.arange(permutation.shape[-1])).any()
-    ):
-        fail(
-            "permutation",
-            f"hold each of 0, ..., {permutation.shape[-1] - 1} once",
-            np.asarray(permutation),
-        )
+    if not is_traced(permutation):
+        indices = np.arange(permutation.shape[-1])
+        if (np.sort(permutation) != indices).any():
+            wanted_entries = f"hold each of 0, ..., {len(indices) - 1} once"
+            fail("permutation", wanted_entries, np.asarray(permutation))
     return Rewrite(_permuted, (group,), (to_device(permutation), None))
 
 
 def _check_one_given(name: str, value: Any, key: Any) -> None:
-    if (value is None) == (key is None):
-        fail(name, "be given, or `key` to draw it", "neither" if key is None else "both")
+    if value is None and key is None:
+        fail(name, "be given, or `key` to draw it", "neither")
+    if value is not None and key is not None:
+        fail(name, "be given, or `key` to draw it", "both")
 
 
 def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor: Array) -> Any:
     group = current(group, model)
     # A group that was found again may have other scalings.
     if np.linalg.matrix_rank(np.vstack([group.scalings, exponents])) > len(group.scalings):
-        fail(
-            "model",
-            f"have a group {group.name} with the scalings of the group that was passed",
-            group,
-        )
-    factors = _each_copy("factor", factor, group, 1) if factor.ndim else factor
-    leaves = parameters_of(model)[0]
+        wanted_group = f"have a group {group.name} with the scalings of the group that was passed"
+        fail("model", wanted_group, group)
+    factors = factor
+    if factor.ndim:
+        factors = _each_copy("factor", factor, group, 1)
+    leaves, _, _ = parameters_of(model)
     changes = []
     for slot, exponent in zip(group.slots, exponents, strict=True):
         _check_power(factor, exponent, jax.dtypes.canonicalize_dtype(leaves[slot.leaf].dtype))
         if exponent:
             changes.append((slot, eqx.Partial(_multiply, exponent, factors)))
     scaled = changed(model, changes)
-    after = parameters_of(scaled)[0]
-    touched = list({slot.leaf for slot, _ in changes})
-    lost = _lost([to_device(leaves[leaf]) for leaf in touched], [after[leaf] for leaf in touched])
-    if not is_traced(lost):
-        for leaf, is_lost in zip(touched, np.asarray(lost), strict=True):
-            if is_lost:
-                fail(
-                    "factor",
-                    f"leave weights that {after[leaf].dtype} holds",
-                    "weights that vanish or overflow",
-                )
+
+    scaled_leaves, _, _ = parameters_of(scaled)
+    changed_leaves = list({slot.leaf for slot, _ in changes})
+    before = [to_device(leaves[leaf]) for leaf in changed_leaves]
+    after = [scaled_leaves[leaf] for leaf in changed_leaves]
+    lost = _lost(before, after)
+    if is_traced(lost):
+        return scaled
+    for array, is_lost in zip(after, np.asarray(lost), strict=True):
+        if is_lost:
+            wanted_weights = f"leave weights that {array.dtype} holds"
+            fail("factor", wanted_weights, "weights that vanish or overflow")
     return scaled
 
 
 def _multiply(exponent: float, factors: Array, slot: Slot, array: Array) -> Array:
     # A traced factor cannot be checked: NaN makes a wrong one visible.
     factors = jnp.where((factors > 0) & jnp.isfinite(factors), factors, jnp.nan)
-    power = (slot.per_neuron(factors) if factors.ndim else factors).astype(array.dtype)
-    power = power**exponent if exponent > 0 else 1 / power**-exponent
+    if factors.ndim:
+        factors = slot.per_neuron(factors)
+    power = factors.astype(array.dtype) ** abs(exponent)
+    if exponent < 0:
+        power = 1 / power
     return slot.with_blocks(array, slot.blocks(array) * power)
 
 
 @jax.jit
 def _lost(before: list[Array], after: list[Array]) -> Array:
-    """Return for each array whether entries changed to numbers that vanish or overflow."""
+    """Return True for each array with entries that changed to vanish or overflow."""
     lost = []
     for old, new in zip(before, after, strict=True):
         limits = jnp.finfo(new.dtype)
         sizes = jnp.abs(new)
-        lost.append(jnp.any((new != old) & ((sizes > limits.max) | (sizes < limits.tiny))))
+        is_out_of_range = (sizes > limits.max) | (sizes < limits.tiny)
+        lost.append(jnp.any((new != old) & is_out_of_range))
     return jnp.stack(lost)
 
 
@@ -268,10 +266,11 @@ def _lost(before: list[Array], after: list[Array]) -> Array:
 def scale(
     group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: int | None = None
 ) -> Rewrite:
-    """Return the rewrite that multiplies incoming weights of a group by a > 0 and divides outgoing weights.
+    """Return the rewrite that scales the neurons of a group.
 
-    The group sets exponents of a. ReLU: incoming weights and biases times a, outgoing weights over
-    a. Bilinear layer: both incoming matrices times a, outgoing weights over a^2. Behind a
+    Incoming weights are multiplied by a > 0, and outgoing weights divided by a power of it. The
+    group sets exponents of a. ReLU: incoming weights and biases times a, outgoing weights over a.
+    Bilinear layer: both incoming matrices times a, outgoing weights over a^2. Behind a
     normalisation: its gain and shift times a.
 
     Args:
@@ -287,19 +286,22 @@ def scale(
         Dinh et al. (2017), Sharp minima can generalize for deep nets, section 3.
     """
     if group.scaling is None:
-        why = (
+        reason = (
             "its activation is not homogeneous, or its neurons share a factor, as heads that "
             "share values"
         )
-        why = "a statistic is taken over it" if group.normalised else why
-        fail("group", "be one that can be scaled", f"{group.name}, which cannot: {why}")
+        if group.normalised:
+            reason = "a statistic is taken over it"
+        fail("group", "be one that can be scaled", f"{group.name}, which cannot: {reason}")
     if scaling is not None and not -len(group.scalings) <= scaling < len(group.scalings):
         fail("scaling", f"be one of the {len(group.scalings)} scalings of {group.name}", scaling)
     check_positive("factor", factor)
     # A factor may overflow float32: the check of its powers finds it.
     with np.errstate(over="ignore"):
         factor = to_device(factor, float)
-    exponents = group.scaling if scaling is None else group.scalings[scaling]
+    exponents = group.scaling
+    if scaling is not None:
+        exponents = group.scalings[scaling]
     return Rewrite(_scaled, (group, tuple(map(float, exponents))), (factor,))
 
 
@@ -317,17 +319,17 @@ def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
 def _rotated(model: Any, group: NeuronGroup, matrix: Array | None, key: PRNGKey | None) -> Any:
     group = current(group, model)
     _check_rotates(group)
-    turns = (
-        _random_turns(key, group.size, group.copies)
-        if matrix is None
-        else _each_copy("matrix", matrix, group, 2)
-    )
     sides: Any = group.linear
-    changes = []
-    for slot, side in zip(group.slots, sides, strict=True):
+    if matrix is None:
         # A drawn matrix is orthogonal, so it is its own inverse transposed.
-        invert = matrix is not None and bool(side <= 0)
-        changes.append((slot, eqx.Partial(_turned, turns, invert)))
+        turns = _random_turns(key, group.size, group.copies)
+        is_inverted = np.zeros(len(sides), bool)
+    else:
+        turns = _each_copy("matrix", matrix, group, 2)
+        is_inverted = sides <= 0
+    changes = []
+    for slot, invert in zip(group.slots, is_inverted, strict=True):
+        changes.append((slot, eqx.Partial(_turned, turns, bool(invert))))
     return changed(model, changes)
 
 
@@ -337,7 +339,10 @@ _random_turns = jax.jit(
 
 
 def _turned(turns: Array, invert: bool, slot: Slot, array: Array) -> Array:
-    """Multiply the weights of a slot by matrices [copies, neurons, neurons], or by their transposed inverses."""
+    """Multiply the weights of a slot by matrices [copies, neurons, neurons].
+
+    With `invert`, multiply by their transposed inverses.
+    """
     if invert:
         turns = jnp.linalg.inv(turns).mT
     turns = slot.of_copies(turns.astype(array.dtype))
@@ -371,31 +376,32 @@ def rotate(
     """
     _check_rotates(group)
     _check_one_given("matrix", matrix, key)
-    if matrix is not None and not is_traced(matrix):
+    if matrix is None:
+        return Rewrite(_rotated, (group,), (None, key))
+    if not is_traced(matrix):
         _check_invertible(matrix)
-    return Rewrite(_rotated, (group,), (None if matrix is None else to_device(matrix), key))
+    return Rewrite(_rotated, (group,), (to_device(matrix), key))
 
 
 def _check_invertible(matrix: Array | np.ndarray) -> None:
-    own = np.asarray(matrix, np.float64)
+    scaled = np.asarray(matrix, np.float64)
     for axis in (-2, -1):  # the scale of a neuron costs no digits
-        size = np.max(np.abs(own), axis, keepdims=True)
-        own = own / np.where(size > 0, size, 1)
+        size = np.max(np.abs(scaled), axis, keepdims=True)
+        scaled = scaled / np.where(size > 0, size, 1)
     dtype = jax.dtypes.canonicalize_dtype(matrix.dtype)
-    condition = np.linalg.cond(own)
+    condition = np.linalg.cond(scaled)
     largest = 1e-3 / float(jnp.finfo(dtype).eps)
     if not np.all(condition < largest):
-        wanted = f"be invertible, with a condition number below {largest:.1e} in {dtype}"
-        fail("matrix", wanted, f"{np.max(condition):.1e}")
+        wanted_matrix = f"be invertible, with a condition number below {largest:.1e} in {dtype}"
+        fail("matrix", wanted_matrix, f"{np.max(condition):.1e}")
 
 
 def _check_rotates(group: NeuronGroup) -> None:
     if group.linear is None:
-        fail(
-            "group",
-            "have only sums and matrix products between its incoming and outgoing weights",
-            group.name,
+        wanted_group = (
+            "have only sums and matrix products between its incoming and outgoing weights"
         )
+        fail("group", wanted_group, group.name)
 
 
 class NullSpace(NamedTuple):
@@ -418,7 +424,7 @@ class NullSpace(NamedTuple):
 
 @validated
 def null_space(seen: LayerInputs, *, rtol: float | None = None) -> NullSpace:
-    """Return the null space of a layer's inputs, computed on the host in float64; see `_null_spaces.null_spectrum`.
+    """Return the null space of a layer's inputs, computed on the host in float64.
 
     Args:
         seen: Layer inputs, from `rewrites.layer_inputs`.
@@ -428,21 +434,26 @@ def null_space(seen: LayerInputs, *, rtol: float | None = None) -> NullSpace:
     Raises:
         TypeError: If the inputs are traced.
     """
-    return NullSpace(seen.path, seen.axes, len(seen.shape), null_spectrum(seen.rows, rtol).basis)
+    basis = null_spectrum(seen.rows, rtol).basis
+    return NullSpace(seen.path, seen.axes, len(seen.shape), basis)
 
 
 def _null_perturbed(
     model: Any, path: str, axes: tuple[int, ...], rank: int, basis: Array, std: Scalar, key: PRNGKey
 ) -> Any:
-    leaves, tree, rest = parameters_of(model)
-    paths, width = program_of(model, None).paths, basis.shape[-1]
-    leaf = paths.index(path) if path in paths else len(leaves)
-    shape = np.shape(leaves[leaf]) if leaf < len(leaves) else None
+    leaves, tree, static = parameters_of(model)
+    paths = program_of(model, None).paths
+    width = basis.shape[-1]
+    shape = None
+    if path in paths:
+        shape = np.shape(leaves[paths.index(path)])
     if shape is None or len(shape) != rank or math.prod(shape[axis] for axis in axes) != width:
-        wanted = f"have an array {path} of {rank} axes, {width} features along {axes}"
-        fail("model", wanted, f"shape {shape}", ONE_STRUCTURE.replace("group", "null space"))
+        wanted_array = f"have an array {path} of {rank} axes, {width} features along {axes}"
+        advice = ONE_STRUCTURE.replace("group", "null space")
+        fail("model", wanted_array, f"shape {shape}", advice)
+    leaf = paths.index(path)
     leaves[leaf] = perturb_in_null_space(to_device(leaves[leaf]), basis, std, key=key, axes=axes)
-    return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
+    return eqx.combine(jax.tree.unflatten(tree, leaves), static)
 
 
 @validated
@@ -479,36 +490,35 @@ def check_groups(
         progress: See `dissociation.training`.
     """
     inputs = as_examples("inputs", inputs, finite=True)
-    example = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), inputs)
+    example = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), inputs)
     groups = neuron_groups(model, example, call=call)
     _, _, leaves, run = program_of(model, call)
-    program = trace_exactly(lambda arrays, x: _one(run(arrays, x)), leaves, example)
+    program = trace_exactly(lambda arrays, x: _joined(run(arrays, x)), leaves, example)
     certificates = {}
     with closing(open_meter(progress, len(groups), "permuting groups")) as meter:
         meter.advance(0, "compiling")
-        scores = jax.random.uniform(
-            key, (sum(group.size * group.copies for group in groups.values()),)
-        )
+        num_scores = sum(group.size * group.copies for group in groups.values())
+        scores = jax.random.uniform(key, (num_scores,))
         sources = list(map(to_device, leaves))
         if not any(map(is_traced, (*leaves, scores))):
             # Permuting on the host compiles nothing for the axes of each group.
             sources, scores = jax.device_get((leaves, scores))
         for number, group in enumerate(groups.values(), 1):
-            count = group.size * group.copies
-            order = scores[:count].reshape(group.copies, group.size).argsort(-1)
-            scores = scores[count:]
-            moved: dict[int, Any] = {}
+            num_neurons = group.size * group.copies
+            order = scores[:num_neurons].reshape(group.copies, group.size).argsort(-1)
+            scores = scores[num_neurons:]
+            permuted = list(leaves)
             for slot in group.slots:
-                moved[slot.leaf] = slot.permuted(moved.get(slot.leaf, sources[slot.leaf]), order)
-            permuted = [moved.get(leaf, array) for leaf, array in enumerate(leaves)]
-            certificates[group.name] = compare_programs(
-                (program, leaves), (program, permuted), inputs
-            )
+                permuted[slot.leaf] = sources[slot.leaf]
+            for slot in group.slots:
+                permuted[slot.leaf] = slot.permuted(permuted[slot.leaf], order)
+            programs = (program, leaves), (program, permuted)
+            certificates[group.name] = compare_programs(*programs, inputs)
             meter.advance(number, group.name)
     return certificates
 
 
-def _one(outputs: list[Array]) -> Array:
+def _joined(outputs: list[Array]) -> Array:
     """Concatenate all floating-point outputs into one vector."""
     # A certificate compares one array, but a model may return several.
-    return jnp.concatenate([jnp.ravel(part) for part in outputs if eqx.is_inexact_array(part)])
+    return jnp.concatenate([jnp.ravel(array) for array in outputs if eqx.is_inexact_array(array)])

@@ -63,40 +63,45 @@ def layer_inputs(model: Any, inputs: Any, path: str, *, call: Call | None = None
 def _layer_rows(
     model: Any, inputs: Any, path: str, call: Call | None
 ) -> tuple[Array, tuple[int, ...]]:
-    """Return the rows that the weights at `path` multiply, and the contracted axes of the weights."""
+    """Return the rows that the weights at `path` multiply, and their contracted axes."""
     paths, _, leaves, program = program_of(model, call)
-    check_takes("model", lambda x: program(leaves, x), jax.tree.map(lambda part: part[0], inputs))
-    shape = np.shape(leaves[paths.index(path)])
-    marks = [
-        np.arange(np.prod(shape, dtype=int)).reshape(shape) if name == path else None
-        for name in paths
-    ]
+    example = jax.tree.map(lambda array: array[0], inputs)
+    check_takes("model", lambda x: program(leaves, x), example)
+    leaf = paths.index(path)
+    shape = np.shape(leaves[leaf])
+    marks: list[Any] = [None] * len(leaves)
+    marks[leaf] = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     axes: list[tuple[int, ...]] = []
 
-    def seen(x: Any) -> list[Array]:
+    def recorded(x):
         traced = jax.make_jaxpr(program)(leaves, x)
         watch = _Watch(shape)
-        given = jax.tree.leaves(x)
-        watch.run(traced.jaxpr, traced.consts, [*leaves, *given], [*marks, *(None for _ in given)])
+        arrays = jax.tree.leaves(x)
+        input_marks = marks + [None] * len(arrays)
+        watch.run(traced.jaxpr, traced.consts, [*leaves, *arrays], input_marks)
         axes[:] = watch.axes
         return watch.rows
 
     # Null spaces need exact inputs, also on an accelerator.
     with jax.default_matmul_precision("highest"):
-        found = jax.vmap(seen)(inputs)
-    if not found:
+        rows_of_uses = jax.vmap(recorded)(inputs)
+    if not rows_of_uses:
         fail("path", "name weights that something is multiplied by, as a whole", repr(path))
     if len(set(axes)) > 1:
-        fail(
-            "path",
-            "name weights that are multiplied along the same axes wherever they are used",
-            repr(path),
+        wanted_weights = (
+            "name weights that are multiplied along the same axes wherever they are used"
         )
-    return jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in found]), axes[0]
+        fail("path", wanted_weights, repr(path))
+    return jnp.concatenate(_flattened(rows_of_uses)), axes[0]
+
+
+def _flattened(rows_of_uses: list[Array]) -> list[Array]:
+    """Return rows [..., features] of each use of the weights as [rows, features]."""
+    return [rows.reshape(-1, rows.shape[-1]) for rows in rows_of_uses]
 
 
 class _Watch(Walk):
-    """Recorder of the vectors that given weights multiply; marks are flat indices into the weights."""
+    """Recorder of the vectors that weights multiply; marks are flat indices into the weights."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
@@ -105,7 +110,8 @@ class _Watch(Walk):
 
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
         """Return the results of an operation and their marks."""
-        name, params = equation.primitive.name, parameters(equation)
+        name = equation.primitive.name
+        params = parameters(equation)
         if name == "scan" and any(mark is not None for mark in marks[: params["num_consts"]]):
             return self._in_loop(params, values, marks), None
         if name == "dot_general":
@@ -114,44 +120,47 @@ class _Watch(Walk):
             self._at_convolution(params, values[0], marks[1])
         mark = None
         if marks and marks[0] is not None and name in MOVES:
-            # Places are NumPy arrays; the trace around them must not turn them into tracers.
+            if "new_dtype" in params:
+                params = params | {"new_dtype": np.dtype(np.int32)}
+            # Marks are NumPy arrays; the trace around them must not turn them into tracers.
             with jax.ensure_compile_time_eval():
-                moved = params | (
-                    {"new_dtype": np.dtype(np.int32)} if "new_dtype" in params else {}
-                )
-                mark = np.asarray(equation.primitive.bind(marks[0], **moved))
+                mark = np.asarray(equation.primitive.bind(marks[0], **params))
         return bound(equation, values), mark
 
     def _in_loop(self, params: Any, values: list[Any], marks: list[Any]) -> list[Any]:
         """Return the results of a loop, the same weights in every iteration, and record rows."""
-        num_consts, num_carry, inner = params["num_consts"], params["num_carry"], params["jaxpr"]
-        consts, carry, xs = np.split(np.arange(len(values)), [num_consts, num_consts + num_carry])
-        own = [*marks[:num_consts], *(None for _ in (*carry, *xs))]
+        num_consts = params["num_consts"]
+        num_carry = params["num_carry"]
+        program = params["jaxpr"]
+        consts = values[:num_consts]
+        variables = values[num_consts:]
+        loop_marks = marks[:num_consts] + [None] * len(variables)
         axes: list[tuple[int, ...]] = []
 
-        def body(carried: list[Array], x: list[Array]) -> Any:
+        def body(carry, x):
             watch = _Watch(self.shape)
-            found = watch.run(
-                inner.jaxpr, inner.consts, [*(values[i] for i in consts), *carried, *x], own
-            )
+            outputs = watch.run(program.jaxpr, program.consts, [*consts, *carry, *x], loop_marks)
             axes[:] = watch.axes
-            results = [value for value, _ in found]
+            results = [value for value, _ in outputs]
             return results[:num_carry], (results[num_carry:], watch.rows)
 
         options = {name: params[name] for name in ("length", "reverse")}
-        last, (each, rows) = jax.lax.scan(
-            body, [values[i] for i in carry], [values[i] for i in xs], **options
+        carry, (stacked, rows) = jax.lax.scan(
+            body, variables[:num_carry], variables[num_carry:], **options
         )
-        self.rows += [part.reshape(-1, part.shape[-1]) for part in rows]
+        self.rows += _flattened(rows)
         self.axes += axes
-        return [*last, *each]
+        return [*carry, *stacked]
 
-    def _note(self, rows: Array, places: np.ndarray) -> None:
-        """Record rows that weights at flat indices `places` multiply."""
+    def _note(self, rows: Array, indices: np.ndarray) -> None:
+        """Record rows that weights at flat indices multiply."""
         # Features come in the order of the weights, which the program may transpose.
-        order = np.argsort(places)
-        coordinates = np.unravel_index(places[order], self.shape)
-        self.axes.append(tuple(k for k, each in enumerate(coordinates) if len(np.unique(each)) > 1))
+        order = np.argsort(indices)
+        axes = []
+        for axis, coordinates in enumerate(np.unravel_index(indices[order], self.shape)):
+            if len(np.unique(coordinates)) > 1:
+                axes.append(axis)
+        self.axes.append(tuple(axes))
         self.rows.append(rows[..., order])
 
     def _at_product(self, numbers: Any, values: list[Any], marks: list[Any]) -> None:
@@ -159,27 +168,31 @@ class _Watch(Walk):
         for side in (0, 1):
             if marks[side] is None:
                 continue
-            own, other = contracted[side], contracted[1 - side]
             if batched[side]:
-                wanted = "name weights that are the same for all of a batch"
-                fail("path", wanted, "weights in a product with batch axes")
-            weights = np.moveaxis(marks[side], own, range(len(own)))
-            count = int(np.prod(weights.shape[: len(own)]))
-            vectors = jnp.moveaxis(values[1 - side], other, range(-len(other), 0))
-            self._note(vectors.reshape(-1, count), weights.reshape(count, -1)[:, 0])
+                wanted_weights = "name weights that are the same for all of a batch"
+                fail("path", wanted_weights, "weights in a product with batch axes")
+            num_axes = len(contracted[side])
+            weights = np.moveaxis(marks[side], contracted[side], range(num_axes))
+            width = int(np.prod(weights.shape[:num_axes]))
+            vectors = jnp.moveaxis(values[1 - side], contracted[1 - side], range(-num_axes, 0))
+            indices = weights.reshape(width, -1)[:, 0]
+            self._note(vectors.reshape(-1, width), indices)
 
     def _at_convolution(self, params: Any, image: Array, mark: np.ndarray) -> None:
         numbers = params["dimension_numbers"]
         if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
             fail("path", "name weights of a convolution without groups", "groups")
-        spatial = tuple(mark.shape[k] for k in numbers.rhs_spec[2:])
         patches = jax.lax.conv_general_dilated_patches(
-            image, spatial, params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"],
-            dimension_numbers=numbers, precision=jax.lax.Precision.HIGHEST,
-        )  # fmt: skip
-        weights = np.transpose(mark, numbers.rhs_spec)[0].reshape(
-            -1
-        )  # channels, then kernel positions
-        self._note(
-            jnp.moveaxis(patches, numbers.out_spec[1], -1).reshape(-1, len(weights)), weights
+            image,
+            [mark.shape[axis] for axis in numbers.rhs_spec[2:]],
+            params["window_strides"],
+            params["padding"],
+            params["lhs_dilation"],
+            params["rhs_dilation"],
+            dimension_numbers=numbers,
+            precision=jax.lax.Precision.HIGHEST,
         )
+        vectors = jnp.moveaxis(patches, numbers.out_spec[1], -1)
+        # Channels, then kernel positions.
+        indices = np.transpose(mark, numbers.rhs_spec)[0].reshape(-1)
+        self._note(vectors.reshape(-1, len(indices)), indices)

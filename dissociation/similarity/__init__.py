@@ -1,17 +1,18 @@
-"""Compare two representations of the same samples, in the same order, by the measures of `MEASURES`."""
+"""Compare two representations of the same samples, in the same order, by measures of `MEASURES`."""
 
 from typing import TYPE_CHECKING
 
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "compare", "pairwise", "Similarities", "MEASURES", "custom_measure", "Measure", "linear_cka", "debiased_cka",
-    "rbf_cka", "debiased_rbf_cka", "distance_correlation", "procrustes_distance", "angular_similarity",
-    "angular_distance", "partial_whitening_distance", "cca", "cca_squared", "svcca", "pwcca", "gulp_distance", "rdm",
-    "compare_rdms", "rsa", "crossnobis_rdm", "crossnobis_rsa", "mutual_knn", "knn_jaccard", "linear_predictivity",
-    "predictivity_path", "hard_matching", "soft_matching", "disagreement", "jensen_shannon", "min_max_disagreement",
-    "member_interval", "jackknife_interval", "permutation_test", "calibrate", "adjust_p_values", "stream_moments",
-    "similarity_from_moments", "baseline_from_moments", "classical_mds", "smacof",
+    "compare", "pairwise", "Similarities", "MEASURES", "custom_measure", "Measure", "linear_cka",
+    "debiased_cka", "rbf_cka", "debiased_rbf_cka", "distance_correlation", "procrustes_distance",
+    "angular_similarity", "angular_distance", "partial_whitening_distance", "cca", "cca_squared",
+    "svcca", "pwcca", "gulp_distance", "rdm", "compare_rdms", "rsa", "crossnobis_rdm",
+    "crossnobis_rsa", "mutual_knn", "knn_jaccard", "linear_predictivity", "predictivity_path",
+    "hard_matching", "soft_matching", "disagreement", "jensen_shannon", "min_max_disagreement",
+    "member_interval", "jackknife_interval", "permutation_test", "calibrate", "adjust_p_values",
+    "stream_moments", "similarity_from_moments", "baseline_from_moments", "classical_mds", "smacof",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

@@ -30,16 +30,15 @@ class Prepared(NamedTuple):
     """Representation that is compared by an inner product."""
 
     entries: Any  # PyTree of arrays
-    # The product's mean over all orders of one representation's samples is the product of both
-    # means.
+    # Over all orders of one representation's samples, the mean of the product is the product of
+    # both means.
     mean: Array
 
 
 def inner(a: Prepared, b: Prepared) -> Array:
     """Return the inner product of two prepared representations."""
-    products = jax.tree.map(
-        partial(jnp.vdot, precision=lax.Precision.HIGHEST), a.entries, b.entries
-    )
+    vdot = partial(jnp.vdot, precision=lax.Precision.HIGHEST)
+    products = jax.tree.map(vdot, a.entries, b.entries)
     return jnp.sum(jnp.stack(jax.tree.leaves(products)))
 
 
@@ -49,26 +48,26 @@ def inner_mean(a: Prepared, b: Prepared) -> Array:
 
 
 class Form(NamedTuple):
-    """Measure as a preparation of each representation and a comparison of two prepared ones."""
+    """Measure as a preparation of each representation and a comparison of two prepared ones.
 
-    # Functions compare by value, and traced options are leaves of `equinox.Partial`, so programs
-    # are compiled once.
-    prepare: Callable[
-        ..., Any
-    ]  # from [n, p], and `labels` of its rows if there are any, to a PyTree of arrays
-    compare: Callable[[Any, Any], Array]  # from two of these to a number
-    expected: Callable[[Any, Any], Array] | None = (
-        None  # mean over all orders of one representation's samples
-    )
+    Functions compare by value, and traced options are leaves of `equinox.Partial`, so programs are
+    compiled once.
+    """
+
+    # From [n, p], and `labels` of its rows if there are any, to a PyTree of arrays.
+    prepare: Callable[..., Any]
+    # From two prepared representations to a number.
+    compare: Callable[[Any, Any], Array]
+    # Mean of `compare` over all orders of one representation's samples.
+    expected: Callable[[Any, Any], Array] | None = None
     # The measure as `inner` of symmetric matrices over samples, of norm 1 and with rows of sum 0,
     # so that the moments of the null are known.
     gram: Callable[[Array], Prepared] | None = None
     half: Callable[[Array], Prepared] | None = None  # `gram` from about half of its entries
     minimum: int = 2  # samples
     narrow: bool = False  # True if it inverts covariances, which takes more samples than features
-    cut: str = (
-        ""  # "scaled" if it cuts the rank of columns of one size, "plain" if of columns as they are
-    )
+    # "scaled" if it cuts the rank of columns of one size, "plain" if of columns as they are.
+    cut: str = ""
     sides: str = "xy"  # representations that must be narrow, and whose ranks are cut
     # From the number of rows to integers [rows] that stay with each row when others are left out,
     # such as its fold.
@@ -78,28 +77,36 @@ class Form(NamedTuple):
     outside: int = 0  # fewest samples outside of any group
 
     def grouped(self, groups: np.ndarray | None) -> "Form":
-        """Return the form for samples in groups [n]: numbers of samples and folds become those of groups."""
+        """Return the form for samples in groups [n], which counts and divides groups."""
+        if groups is None:
+            return self
         form = self.apart or self
-        if groups is None or form.labels is None:
-            return self if groups is None else form
-        of_groups = form.labels(int(groups.max()) + 1)
-        return form._replace(labels=lambda number: of_groups[groups])
+        if form.labels is None:
+            return form
+        labels_of_groups = form.labels(int(groups.max()) + 1)
+        return form._replace(labels=lambda number: labels_of_groups[groups])
 
     def prepared(self, x: Array, labels: Array | None) -> Any:
         """Return a prepared representation, with the labels of its rows."""
-        return self.prepare(x) if labels is None else self.prepare(x, labels)
+        if labels is None:
+            return self.prepare(x)
+        return self.prepare(x, labels)
 
     def labels_of(self, number: int) -> Array | None:
         """Return the labels of all rows, or None."""
-        return None if self.labels is None else to_device(self.labels(number))
+        if self.labels is None:
+            return None
+        return to_device(self.labels(number))
 
 
 def of_sizes(form: Form, n: int, p: int, q: int, *, items: int = 2, pairs: int = 1) -> Form:
-    """Return the form over features, or the form over samples if it exists and takes fewer multiplications."""
+    """Return the form over features, or the form over samples if it takes fewer multiplications."""
     # Programs do not depend on these.
     form = form._replace(narrow=False, cut="", labels=None, apart=None, outside=0)
-    p, q = max(p, q), min(p, q)
-    if form.gram is None or n * (items * p + pairs) >= p * (items * p + pairs * q):
+    width = max(p, q)
+    over_samples = n * (items * width + pairs)
+    over_features = width * (items * width + pairs * min(p, q))
+    if form.gram is None or over_samples >= over_features:
         return form
     return form._replace(prepare=form.half or form.gram, compare=inner, expected=inner_mean)
 
@@ -172,8 +179,12 @@ class Measure:
         return self.with_options().narrow
 
     def invariances_at(self, number: int, width: int) -> str:
-        """Return the letters that hold for `number` samples and `width` features of x, with default options."""
-        if width < number - -(-number // 5):
+        """Return the letters that hold for `number` samples and `width` features of x.
+
+        Options are the default ones.
+        """
+        num_fitted = number - -(-number // 5)
+        if width < num_fitted:
             return self.invariances
         return "".join(
             letter for letter in self.invariances if letter not in self.invariances_if_narrow
@@ -181,19 +192,24 @@ class Measure:
 
     def with_options(self, **options: Any) -> Form:
         """Return the form of the measure with options."""
-        known = (
-            () if isinstance(self.form, Form) else inspect.signature(self.form).parameters.values()
-        )
-        names = [one.name for one in known if one.kind == one.KEYWORD_ONLY]
-        wrong = [name for name in options if name not in names]
-        if wrong and not any(one.kind == one.VAR_KEYWORD for one in known):
-            allowed = (
-                f"the options of {self.name} are {', '.join(names)}"
-                if names
-                else f"{self.name} has no options"
-            )
-            raise TypeError(f"`{wrong[0]}` is no option: {allowed}.")
-        return self.form if isinstance(self.form, Form) else self.form(**options)
+        parameters: Any = ()
+        if not isinstance(self.form, Form):
+            parameters = inspect.signature(self.form).parameters.values()
+        names = [
+            parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY
+        ]
+        takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+
+        unknown = [name for name in options if name not in names]
+        if unknown and not takes_all:
+            allowed = f"{self.name} has no options"
+            if names:
+                allowed = f"the options of {self.name} are {', '.join(names)}"
+            raise TypeError(f"`{unknown[0]}` is no option: {allowed}.")
+
+        if isinstance(self.form, Form):
+            return self.form
+        return self.form(**options)
 
     def __call__(self, x: Any, y: Any, **options: Any) -> Array:
         """Return the measure of two representations."""
@@ -202,20 +218,24 @@ class Measure:
 
 def evaluate(form: Form, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
     """Return a measure of two representations after checks."""
-    both = {"x": x, "y": y}
-    for name, array in both.items():
-        refuse_vanishing(name, array)
+    representations = {"x": x, "y": y}
+    for name, features in representations.items():
+        refuse_vanishing(name, features)
     for name in form.sides:
-        check_size(form, name, *both[name].shape)
-        warn_dropped(form, name, both[name])
-    sized = of_sizes(form, x.shape[0], x.shape[1], y.shape[1])
+        features = representations[name]
+        check_size(form, name, *features.shape)
+        warn_dropped(form, name, features)
+
+    number, width = x.shape
+    sized = of_sizes(form, number, width, y.shape[1])
     first, second = in_common_dtype(x, y)
-    value = compared(sized, first, second, form.labels_of(x.shape[0]))
+    score = compared(sized, first, second, form.labels_of(number))
+
     # The search for equal rows costs a pass over the data, so it runs only after NaN.
-    if not is_traced(value) and np.isnan(value):
-        for name, array in both.items():
-            refuse_constant(name, array)
-    return value
+    if not is_traced(score) and np.isnan(score):
+        for name, features in representations.items():
+            refuse_constant(name, features)
+    return score
 
 
 @eqx.filter_jit
@@ -234,74 +254,71 @@ def real_numbers(name: str, value: Any, words: str, *, gates: int = 1) -> Any:
 
 def in_common_dtype(*arrays: Any) -> list[Array]:
     """Return JAX arrays in their widest dtype, at least float32."""
+    dtypes = [jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays]
     # Half precisions would lose what solvers and rank cuts need.
-    kinds = [jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays]
-    kind = jnp.promote_types(jnp.result_type(*kinds), jnp.float32)
-    return [to_device(array, kind) for array in arrays]
+    dtype = jnp.promote_types(jnp.result_type(*dtypes), jnp.float32)
+    return [to_device(array, dtype) for array in arrays]
 
 
-def check_size(form: Form, name: str, number: int, width: int, *, left: str = "") -> None:
-    """Raise unless there are enough samples, and not too many features for a form that needs more samples."""
+def check_size(form: Form, name: str, number: int, width: int, *, condition: str = "") -> None:
+    """Raise if there are too few samples, or too many features for a narrow form."""
     if number < form.minimum:
-        fail(name, f"have at least {form.minimum} samples", f"{number}{left}")
+        fail(name, f"have at least {form.minimum} samples", f"{number}{condition}")
     if form.narrow and width >= number - 1:
+        size = f"{width} features of {number} samples{condition}"
         advice = "As many features as samples span all of them. Reduce the features (`svcca`)"
-        fail(
-            name,
-            "have fewer features than samples less one",
-            f"{width} features of {number} samples{left}",
-            advice,
-        )
+        fail(name, "have fewer features than samples less one", size, advice)
 
 
-def check_group_sizes(form: Form, groups: np.ndarray, left: str = "") -> None:
-    """Raise unless samples in groups [n] are in enough groups, none of which is too large."""
+def check_group_sizes(form: Form, groups: np.ndarray, condition: str = "") -> None:
+    """Raise if the groups [n] of samples are too few, or if one of them is too large."""
     sizes = np.bincount(groups)
-    number = int(np.count_nonzero(sizes))
-    if form.labels is not None and number < form.minimum:
-        fail("groups", f"label at least {form.minimum} groups", f"{number} groups{left}")
-    inside, outside = int(sizes.max()), len(groups) - int(sizes.max())
-    if form.outside and outside < max(form.outside, inside + 1):
-        wanted = (
-            f"leave at least {max(form.outside, inside + 1)} samples outside of the "
-            f"largest, of {inside} samples"
+    num_groups = int(np.count_nonzero(sizes))
+    if form.labels is not None and num_groups < form.minimum:
+        requirement = f"label at least {form.minimum} groups"
+        fail("groups", requirement, f"{num_groups} groups{condition}")
+
+    inside = int(sizes.max())
+    outside = len(groups) - inside
+    minimum = max(form.outside, inside + 1)
+    if form.outside and outside < minimum:
+        requirement = (
+            f"leave at least {minimum} samples outside of the largest, of {inside} samples"
         )
-        fail("groups", wanted, f"{outside}{left}")
+        fail("groups", requirement, f"{outside}{condition}")
 
 
 def refuse_constant(name: str, x: Any) -> None:
     """Raise a `ValueError` if `x` is not traced and all of its rows are equal."""
-    if not is_traced(x) and not np.ptp(np.asarray(x), axis=0).any():
-        fail(
-            name,
-            "differ between samples",
-            f"the same row {np.shape(x)[0]} times",
-            "Nothing can be similar to it",
-        )
+    if is_traced(x):
+        return
+    ranges = np.ptp(np.asarray(x), axis=0)
+    if not ranges.any():
+        rows = f"the same row {len(x)} times"
+        fail(name, "differ between samples", rows, "Nothing can be similar to it")
 
 
 def refuse_vanishing(name: str, x: Any) -> None:
-    """Raise a `ValueError` if `x` is not traced and its largest entry is so small that processors round it to zero."""
+    """Raise a `ValueError` if `x` is not traced and processors round its largest entry to zero."""
     if is_traced(x):
         return
-    least = jnp.finfo(jax.dtypes.canonicalize_dtype(np.result_type(x.dtype, np.float32))).tiny
-    if 0 < (largest := np.max(np.abs(np.asarray(x)), initial=0)) < least:
-        fail(
-            name,
-            f"have an entry of at least {least:.2g}",
-            f"{largest:.2g} at most",
-            "Multiply it by a number",
-        )
+    dtype = jax.dtypes.canonicalize_dtype(np.result_type(x.dtype, np.float32))
+    smallest = jnp.finfo(dtype).tiny
+    sizes = np.abs(np.asarray(x))
+    largest = np.max(sizes, initial=0)
+    if 0 < largest < smallest:
+        requirement = f"have an entry of at least {smallest:.2g}"
+        fail(name, requirement, f"{largest:.2g} at most", "Multiply it by a number")
 
 
 def scaled(x: Array) -> tuple[Array, Array]:
-    """Return features divided by a power of two near their largest absolute entry, and this power of two."""
+    """Return features divided by a power of two near their largest entry, and this power of two."""
     scale = scale_of(jnp.max(jnp.abs(x)))
     return x / scale, scale
 
 
 def centred(x: Array) -> tuple[Array, Array]:
-    """Return centred columns divided by a power of two near their largest absolute entry, and this power of two."""
+    """Return centred columns divided by a power of two near their largest entry, and this power."""
     x, first = scaled(x)
     # Scaled again after centring, because an offset may exceed the spread by far.
     x, second = scaled(centre(x))
@@ -309,46 +326,57 @@ def centred(x: Array) -> tuple[Array, Array]:
 
 
 def column_sizes(x: Array) -> Array:
-    """Return powers of two near the largest entries of columns; ranks are cut on columns divided by them."""
-    return scale_of(jnp.max(jnp.abs(x), 0, keepdims=True))
+    """Return powers of two near the largest entries of columns, the units of their rank cut."""
+    sizes = jnp.abs(x)
+    return scale_of(jnp.max(sizes, 0, keepdims=True))
 
 
 def warn_dropped(form: Form, name: str, x: Any) -> None:
-    """Warn of directions that a form's rank cut drops although they exceed rounding, with the column of each."""
-    evens = form.cut == "scaled"
-    if not form.cut or is_traced(x) or (evens and x.shape[1] >= x.shape[0] - 1):
+    """Warn of directions that exceed rounding but not the rank cut, and name their main columns."""
+    if not form.cut or is_traced(x):
         return
+    is_scaled = form.cut == "scaled"
+    number, width = x.shape
+    if is_scaled and width >= number - 1:
+        return
+
     with jax.ensure_compile_time_eval():  # known features may be used under a trace
         features = to_device(x)
-        kept, known = (int(number) for number in _num_kept(features, evens))
-        if not evens and kept < min(
-            x.shape[0] - 1, x.shape[1]
-        ):  # units of columns decide what a plain cut keeps
-            known = int(_num_kept(features, True)[1])
-    if known > kept:
-        columns = np.asarray(features) - np.asarray(features).mean(0)
-        columns = columns / column_units(columns) if evens else columns
-        triangle = np.asarray(np.linalg.qr(columns, mode="r"), float)
-        right = np.linalg.svd(triangle)[2]
-        most = ", ".join(map(str, np.abs(right[kept:known]).argmax(1)))
-        warn(
-            f"{known - kept} of the directions of `{name}` exceed rounding, but are too small "
-            "beside the largest to be "
-            f"kept: they count as absent. Column with most of each: {most}. Float64 keeps "
-            "smaller ones."
-        )
+        num_kept, num_significant = map(int, _num_kept(features, is_scaled))
+        # Units of columns decide what a plain cut keeps.
+        if not is_scaled and num_kept < min(number - 1, width):
+            num_significant = int(_num_kept(features, True)[1])
+    if num_significant <= num_kept:
+        return
+
+    columns = np.asarray(features)
+    columns = columns - columns.mean(0)
+    if is_scaled:
+        columns = columns / column_units(columns)
+    triangle = np.linalg.qr(columns, mode="r")
+    right_vectors = np.linalg.svd(np.asarray(triangle, float))[2]
+    dropped = np.abs(right_vectors[num_kept:num_significant])
+    main_columns = ", ".join(map(str, dropped.argmax(1)))
+    warn(
+        f"{num_significant - num_kept} of the directions of `{name}` exceed rounding, but are too "
+        "small beside the largest to be kept: they count as absent. Column with most of each: "
+        f"{main_columns}. Float64 keeps smaller ones."
+    )
 
 
-@partial(jax.jit, static_argnames="evens")
-def _num_kept(x: Array, evens: bool) -> tuple[Array, Array]:
-    """Return the number of directions above the rank cut, and of those that are more than rounding."""
-    x, _ = centred(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
-    values = jnp.linalg.svd(finite_part(x / column_sizes(x) if evens else x)[0], compute_uv=False)
+@partial(jax.jit, static_argnames="is_scaled")
+def _num_kept(x: Array, is_scaled: bool) -> tuple[Array, Array]:
+    """Return the number of directions above the rank cut, and of those that exceed rounding."""
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    x, _ = centred(x.astype(dtype))
+    if is_scaled:
+        x = x / column_sizes(x)
+    matrix, _ = finite_part(x)
+    values = jnp.linalg.svd(matrix, compute_uv=False)
     # Exact dependence leaves some 3 roundings.
     rounding = 16 * jnp.finfo(x.dtype).eps * values[0]
-    return jnp.sum(values > jnp.maximum(rank_cut(x) * values[0], rounding)), jnp.sum(
-        values > rounding
-    )
+    threshold = jnp.maximum(rank_cut(x) * values[0], rounding)
+    return jnp.sum(values > threshold), jnp.sum(values > rounding)
 
 
 def unit(array: Array) -> Array:
@@ -356,29 +384,39 @@ def unit(array: Array) -> Array:
     return array / jnp.sqrt(jnp.sum(array**2))
 
 
-def apart_from_rounding(array: Array, whole: Array) -> Array:
-    """Return `array`, the result of a subtraction from `whole`, or NaN in all entries if only rounding remains.
+def apart_from_rounding(array: Array, minuend: Array) -> Array:
+    """Return `array`, the result of a subtraction from `minuend`, or NaN if only rounding remains.
 
-    Only rounding remains if no entry of `array` exceeds 100 eps times the largest entry of `whole`.
+    Only rounding remains if no entry of `array` exceeds 100 eps times the largest of `minuend`.
     """
-    sizes = [lax.stop_gradient(jnp.max(jnp.abs(part))) for part in (array, whole)]
-    return jnp.where(sizes[0] <= 100 * jnp.finfo(array.dtype).eps * sizes[1], jnp.nan, array)
+    size = lax.stop_gradient(jnp.max(jnp.abs(array)))
+    minuend_size = lax.stop_gradient(jnp.max(jnp.abs(minuend)))
+    rounding = 100 * jnp.finfo(array.dtype).eps * minuend_size
+    return jnp.where(size <= rounding, jnp.nan, array)
 
 
 def narrowed(x: Array) -> Array:
-    """Return features in an orthonormal basis of the samples' span, [n, min(n, p)], with equal inner products."""
-    if x.shape[1] <= x.shape[0]:
+    """Return features in an orthonormal basis of the samples' span, [n, min(n, p)].
+
+    Inner products of samples stay the same.
+    """
+    if x.shape[1] <= len(x):
         return x
     # The axes count as constants: to first order, a change of x outside of them changes no inner
     # product of samples.
-    columns, undefined = finite_part(jax.lax.stop_gradient(x.T))
-    return product(x, jnp.linalg.qr(columns)[0]) + undefined
+    columns, undefined = finite_part(lax.stop_gradient(x.T))
+    axes, _ = jnp.linalg.qr(columns)
+    return product(x, axes) + undefined
 
 
 def aligned(a: Array, b: Array) -> tuple[Array, Array]:
-    """Return the wider of two matrices, and the other, rotated by a constant to be nearest to it."""
+    """Return the wider of two matrices, and the narrower one rotated to be nearest to it.
+
+    The rotation counts as a constant.
+    """
     if b.shape[1] > a.shape[1]:
         a, b = b, a
-    turned, undefined = finite_part(jax.lax.stop_gradient(product(b.T, a)))
-    left, _, right = jnp.linalg.svd(turned, full_matrices=False)
-    return a, product(b, product(left, right)) + undefined
+    crossed, undefined = finite_part(lax.stop_gradient(product(b.T, a)))
+    left_vectors, _, right_vectors = jnp.linalg.svd(crossed, full_matrices=False)
+    rotation = product(left_vectors, right_vectors)
+    return a, product(b, rotation) + undefined

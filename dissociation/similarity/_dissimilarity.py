@@ -27,124 +27,152 @@ from dissociation.similarity._base import Features, Form, OtherFeatures, Prepare
 Dissimilarities = Float[Array | np.ndarray, " pairs"]
 
 RDMS = ("euclidean", "squared", "correlation", "cosine")
-"""Distances of rows, or one minus correlations or cosines (0 for rows without variance or length)."""
+"""Distances of rows, or one minus correlations or cosines.
+
+Correlations and cosines are 0 for rows without variance or length.
+"""
 
 # Dissimilarities are not negative, so cosines of unrelated data are 0.5 and more.
 COMPARISONS = ("pearson", "spearman", "kendall", "cosine")
-"""Correlation of the entries or of their ranks (ties share the mean rank), Kendall's tau-a, and cosine."""
+"""Correlation of the entries or of their ranks, Kendall's tau-a, and cosine.
+
+Ties share the mean rank.
+"""
 
 RANKED = ("spearman", "kendall")
 """Comparisons that depend on the order of the entries alone."""
 
 
 def _with_size(x: Array, kind: str, *, by_order: bool = False) -> tuple[Array, Array]:
-    """Return dissimilarities, squared if "euclidean", and the magnitudes whose rounding they carry."""
+    """Return dissimilarities, squared if "euclidean", and the magnitudes of their rounding."""
     if kind in ("euclidean", "squared"):
         return squared_distances_with_size(x, by_order=by_order)
     if kind == "cosine":
         return cosine_distances_with_size(x, by_order=by_order)
+
     rows, scale = base.centred(x.T)
     distances, size = cosine_distances_with_size(rows.T, by_order=by_order)
     lengths = root(jnp.sum(rows**2, 0))
-    lost = jnp.where(
-        lengths > 0, root(jnp.sum((x / scale) ** 2, 1)) / jnp.where(lengths > 0, lengths, 1.0), 1.0
-    )
-    return distances, size * (
-        1 + lost[:, None] + lost[None]
-    )  # a row's rounding is that of its mean, too
+    raw_lengths = root(jnp.sum((x / scale) ** 2, 1))
+    ratio = raw_lengths / jnp.where(lengths > 0, lengths, 1.0)
+    # The rounding of a row is that of its mean, too.
+    lost = jnp.where(lengths > 0, ratio, 1.0)
+    return distances, size * (1 + lost[:, None] + lost[None])
 
 
 def entries(matrix: Array) -> Array:
     """Return the pairs i < j of a square matrix, in the order of SciPy's `squareform`."""
-    return matrix[np.triu_indices(matrix.shape[0], 1)]
+    return matrix[np.triu_indices(len(matrix), 1)]
 
 
-def _kendall(one: Prepared, other: Prepared) -> Array:
+def _kendall(a: Prepared, b: Prepared) -> Array:
     """Return Kendall's tau-a: concordant minus discordant pairs over all pairs."""
-    number = one.entries.shape[0]
+    number = len(a.entries)
     # Infinite entries do not count. They come last in both.
-    left_out = jnp.sum(jnp.isinf(one.entries)).astype(one.entries.dtype)
-    order = jnp.lexsort((other.entries, one.entries))
-    a, b = one.entries[order], other.entries[order]
-    same_a = a[1:] == a[:-1]
-    sorted_b = jnp.sort(b)
-    runs = same_a & (b[1:] == b[:-1]), same_a, sorted_b[1:] == sorted_b[:-1]
-    tied_both, tied_a, tied_b = map(_pairs_in_runs, runs)
-    rank = jnp.searchsorted(sorted_b, b)  # how many are below
-    bits = max(number - 1, 1).bit_length()
-    below = jnp.searchsorted(jnp.sort(rank), jnp.arange(1 << bits))
+    is_infinite = jnp.isinf(a.entries)
+    num_infinite = jnp.sum(is_infinite).astype(a.entries.dtype)
+    order = jnp.lexsort((b.entries, a.entries))
+    x = a.entries[order]
+    y = b.entries[order]
 
-    # Sorted by a, a pair is discordant if b falls. Such pairs are counted by the bits of b's dense
+    sorted_y = jnp.sort(y)
+    repeats_x = x[1:] == x[:-1]
+    repeats_both = repeats_x & (y[1:] == y[:-1])
+    tied_both = _pairs_in_runs(repeats_both)
+    tied_x = _pairs_in_runs(repeats_x)
+    tied_y = _pairs_in_runs(sorted_y[1:] == sorted_y[:-1])
+
+    rank = jnp.searchsorted(sorted_y, y)  # how many are below
+    num_bits = max(number - 1, 1).bit_length()
+    below = jnp.searchsorted(jnp.sort(rank), jnp.arange(1 << num_bits))
+
+    # Sorted by x, a pair is discordant if y falls. Such pairs are counted by the bits of y's dense
     # rank: a one before a zero among values with the same higher bits.
-    def level(index: Array | int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def count_level(index, carry):
         discordant, values = carry
-        shift = bits - 1 - index
-        bit, group = (values >> shift) & 1, (values >> shift) // 2
+        shift = num_bits - 1 - index
+        prefix = values >> shift
+        bit = prefix & 1
+        group = prefix // 2
         start = below[group << (shift + 1)]
         ones = jnp.cumsum(bit) - bit
-        ones -= ones[start]  # before this one, in its group
-        place = (
-            jnp.where(bit == 1, ones, jnp.arange(number) - start - ones)
-            + below[(values >> shift) << shift]
-        )
-        fallen = jnp.where(bit == 0, ones.astype(a.dtype), 0.0)
-        return discordant + jnp.sum(fallen), jnp.zeros_like(values).at[place].set(values)
+        ones -= ones[start]  # before this entry, in its group
+        zeros = jnp.arange(number) - start - ones
+        destination = jnp.where(bit == 1, ones, zeros) + below[prefix << shift]
+        fallen = jnp.where(bit == 0, ones.astype(x.dtype), 0.0)
+        reordered = jnp.zeros_like(values).at[destination].set(values)
+        return discordant + jnp.sum(fallen), reordered
 
-    discordant, _ = lax.fori_loop(0, bits, level, (jnp.zeros((), a.dtype), rank))
-    total, kept = 0.5 * number * (number - 1), number - left_out
-    agreement = total - tied_a - tied_b + tied_both - 2 * discordant - left_out * kept
-    return agreement / (0.5 * kept * (kept - 1))
+    initial = (jnp.zeros((), x.dtype), rank)
+    discordant, _ = lax.fori_loop(0, num_bits, count_level, initial)
+    total = 0.5 * number * (number - 1)
+    num_finite = number - num_infinite
+    agreement = total - tied_x - tied_y + tied_both - 2 * discordant - num_infinite * num_finite
+    return agreement / (0.5 * num_finite * (num_finite - 1))
 
 
-def _pairs_in_runs(same: Array) -> Array:
+def _pairs_in_runs(repeats: Array) -> Array:
     """Return the number of pairs within runs, from flags of repeated values."""
-    places = jnp.arange(same.shape[0] + 1)
-    starts = lax.cummax(jnp.where(jnp.concatenate([jnp.zeros(1, bool), same]), 0, places))
-    return jnp.sum((places - starts).astype(jnp.result_type(float)))
+    positions = jnp.arange(len(repeats) + 1)
+    is_repeat = jnp.concatenate([jnp.zeros(1, bool), repeats])
+    starts = lax.cummax(jnp.where(is_repeat, 0, positions))
+    preceding = positions - starts
+    return jnp.sum(preceding.astype(jnp.result_type(float)))
 
 
-def _read(
-    pairs: Array, comparison: str, size: Array | None = None, among: Array | None = None
+def _prepared_pairs(
+    pairs: Array, comparison: str, size: Array, among: Array | None = None
 ) -> Prepared:
-    """Return prepared entries, or those `among` them."""
+    """Return prepared dissimilarities, or those `among` them, with rounding by their `size`."""
     if comparison in RANKED:
         if among is not None:
             pairs = jnp.where(among, pairs, jnp.inf)
-        pairs = ranks(pairs, size) if comparison == "spearman" else snapped(pairs, size)
+        order = ranks if comparison == "spearman" else snapped
+        pairs = order(pairs, size)
+    if comparison in ("pearson", "spearman"):
+        centred = pairs - jnp.mean(pairs, where=among)
+        pairs = base.apart_from_rounding(centred, pairs)
     if comparison != "kendall":
-        if comparison != "cosine":
-            pairs = base.apart_from_rounding(pairs - jnp.mean(pairs, where=among), pairs)
-        pairs = base.unit(pairs if among is None else jnp.where(among, pairs, 0.0))
-    return Prepared(pairs, jnp.sum(pairs) * pairs.size**-0.5)  # an order of samples is one of pairs
+        if among is not None:
+            pairs = jnp.where(among, pairs, 0.0)
+        pairs = base.unit(pairs)
+    # An order of samples is an order of pairs.
+    return Prepared(pairs, jnp.sum(pairs) * pairs.size**-0.5)
 
 
 def _apart(groups: Array | None) -> Array | None:
     """Return True for the pairs i < j of two groups."""
-    return None if groups is None else entries(groups[:, None] != groups[None])
+    if groups is None:
+        return None
+    return entries(groups[:, None] != groups[None])
 
 
 def _prepared(x: Array, groups: Array | None = None, *, kind: str, comparison: str) -> Prepared:
+    """Return the prepared RDM of a representation."""
     x, _ = base.scaled(x)  # no comparison depends on the scale
-    pairs, size = (entries(matrix) for matrix in _with_size(x, kind, by_order=comparison in RANKED))
-    if (
-        kind == "euclidean" and comparison not in RANKED
-    ):  # squares have the same order, and rounding of one size
+    is_ranked = comparison in RANKED
+    distances, sizes = _with_size(x, kind, by_order=is_ranked)
+    pairs = entries(distances)
+    # Squares have the same order, and rounding of one size.
+    if kind == "euclidean" and not is_ranked:
         pairs = root(pairs)
-    return _read(pairs, comparison, size, _apart(groups))
+    return _prepared_pairs(pairs, comparison, entries(sizes), _apart(groups))
 
 
 def rsa_form(*, rdm: str = "euclidean", comparison: str = "pearson") -> Form:
     check_choice("rdm", rdm, RDMS)
-    return _compared(eqx.Partial(_prepared, kind=rdm, comparison=comparison), comparison, minimum=3)
+    prepare = eqx.Partial(_prepared, kind=rdm, comparison=comparison)
+    return _form_of(prepare, comparison, minimum=3)
 
 
-def _compared(prepare: Callable[[Array], Prepared], comparison: str, minimum: int = 2) -> Form:
+def _form_of(prepare: Callable[[Array], Prepared], comparison: str, minimum: int = 2) -> Form:
+    """Return the form of a comparison of prepared dissimilarities."""
     check_choice("comparison", comparison, COMPARISONS)
     form = Form(prepare, base.inner, base.inner_mean, minimum=minimum)
-    form = form._replace(compare=_kendall, expected=None) if comparison == "kendall" else form
-    return form._replace(
-        apart=form._replace(expected=None, minimum=min(minimum, 3), labels=np.arange, outside=1)
-    )
+    if comparison == "kendall":
+        form = form._replace(compare=_kendall, expected=None)
+    apart = form._replace(expected=None, minimum=min(minimum, 3), labels=np.arange, outside=1)
+    return form._replace(apart=apart)
 
 
 @validated(finite=("x",))
@@ -171,13 +199,17 @@ def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
         Array([5., 8., 5.], dtype=float32)
     """
     check_choice("kind", kind, RDMS)
-    if x.shape[0] < 2:
-        fail("x", "have at least 2 samples", x.shape[0])
-    x, scale = base.scaled(base.in_common_dtype(x)[0])
-    pairs = entries(_with_size(x, kind)[0])
-    if kind in ("cosine", "correlation"):
-        return pairs
-    return scale * root(pairs) if kind == "euclidean" else scale**2 * pairs
+    if len(x) < 2:
+        fail("x", "have at least 2 samples", len(x))
+    x = base.in_common_dtype(x)[0]
+    x, scale = base.scaled(x)
+    distances, _ = _with_size(x, kind)
+    pairs = entries(distances)
+    if kind == "euclidean":
+        return scale * root(pairs)
+    if kind == "squared":
+        return scale**2 * pairs
+    return pairs
 
 
 @validated(finite=("a", "b"))
@@ -199,17 +231,19 @@ def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pear
     References:
         Nili et al. (2014), A toolbox for representational similarity analysis.
     """
-    return base.compared(
-        _compared(eqx.Partial(_read_alone, comparison=comparison), comparison),
-        *base.in_common_dtype(a, b),
-    )
+    prepare = eqx.Partial(_prepared_alone, comparison=comparison)
+    form = _form_of(prepare, comparison)
+    a, b = base.in_common_dtype(a, b)
+    return base.compared(form, a, b)
 
 
-def _read_alone(pairs: Array, comparison: str) -> Prepared:
-    """Return prepared entries, whose rounding is at least that of the median."""
+def _prepared_alone(pairs: Array, comparison: str) -> Prepared:
+    """Return the prepared entries of an RDM, whose rounding is at least that of the median."""
     pairs, _ = base.scaled(pairs)
+    sizes = jnp.abs(pairs)
     # Small entries may result from a subtraction.
-    return _read(pairs, comparison, 0.5 * jnp.maximum(jnp.abs(pairs), median(jnp.abs(pairs))))
+    size = 0.5 * jnp.maximum(sizes, median(sizes))
+    return _prepared_pairs(pairs, comparison, size)
 
 
 @validated(finite=("x", "y"))
@@ -262,44 +296,59 @@ def crossnobis_rdm(
         Walther et al. (2016), Reliability of dissimilarity measures for multi-voxel pattern
         analysis.
     """
-    if a.shape[0] < 2:
-        fail("a", "have at least 2 samples", a.shape[0])
+    if len(a) < 2:
+        fail("a", "have at least 2 samples", len(a))
     a, b = base.in_common_dtype(a, b)
-    return _crossnobis(
-        a, b, None if noise_covariance is None else to_device(noise_covariance, b.dtype)
-    )
+    if noise_covariance is not None:
+        noise_covariance = to_device(noise_covariance, b.dtype)
+    return _crossnobis(a, b, noise_covariance)
 
 
 @jax.jit
 def _crossnobis(a: Array, b: Array, noise_covariance: Array | None) -> Array:
     if noise_covariance is not None:
-        a, b = centre(a), product(centre(b), psd_power(noise_covariance, -1))
+        a = centre(a)
+        b = product(centre(b), psd_power(noise_covariance, -1))
     return entries(_crossed(a, b))
 
 
 def _crossed(a: Array, b: Array) -> Array:
+    """Return the crossnobis distances of two measurements, [n, n]."""
     # Errors of independent measurements do not add up in products, so these distances are unbiased.
-    a, b = centre(a), centre(b)
-    inner_products = product(a, b.T)
-    own = jnp.diagonal(inner_products)
-    return (own[:, None] + own[None] - inner_products - inner_products.T) / a.shape[1]
+    a = centre(a)
+    b = centre(b)
+    products = product(a, b.T)
+    squares = jnp.diagonal(products)
+    distances = squares[:, None] + squares[None] - products - products.T
+    return distances / a.shape[1]
+
+
+def _length_sums(rows: Array) -> Array:
+    """Return the sum of lengths of each pair of rows, [n, n]."""
+    lengths = root(jnp.sum(rows**2, 1))
+    return lengths[:, None] + lengths[None]
 
 
 def _crossed_halves(x: Array, groups: Array | None = None, *, comparison: str) -> Prepared:
-    half = x.shape[0] // 2
+    """Return the prepared crossnobis RDM of the two halves of the rows."""
+    half = len(x) // 2
     rows, scale = base.centred(x)
-    sums = [
-        root(jnp.sum(part**2, 1))
-        for part in (rows[:half], rows[half:], x[:half] / scale, x[half:] / scale)
-    ]
-    a, b, whole_a, whole_b = (part[:, None] + part[None] for part in sums)
-    size = (a * b / 4 + (a * whole_b + whole_a * b) / 32) / x.shape[1]
-    among = _apart(None if groups is None else groups[:half])
-    return _read(entries(_crossed(rows[:half], rows[half:])), comparison, entries(size), among)
+    pairs = entries(_crossed(rows[:half], rows[half:]))
+
+    a = _length_sums(rows[:half])
+    b = _length_sums(rows[half:])
+    raw_a = _length_sums(x[:half] / scale)
+    raw_b = _length_sums(x[half:] / scale)
+    mixed = a * raw_b + raw_a * b
+    size = (a * b / 4 + mixed / 32) / x.shape[1]
+    if groups is not None:
+        groups = groups[:half]
+    return _prepared_pairs(pairs, comparison, entries(size), _apart(groups))
 
 
 def crossnobis_rsa_form(*, comparison: str = "cosine") -> Form:
-    return _compared(eqx.Partial(_crossed_halves, comparison=comparison), comparison, minimum=6)
+    prepare = eqx.Partial(_crossed_halves, comparison=comparison)
+    return _form_of(prepare, comparison, minimum=6)
 
 
 @validated(finite=("x", "y"))
@@ -323,69 +372,73 @@ def crossnobis_rsa(x: Features, y: OtherFeatures, *, comparison: str = "cosine")
     References:
         Walther et al. (2016).
     """
-    if x.shape[0] % 2:
-        fail("x", "have an even number of rows, two measurements of all conditions", x.shape[0])
+    if len(x) % 2:
+        fail("x", "have an even number of rows, two measurements of all conditions", len(x))
     return base.evaluate(crossnobis_rsa_form(comparison=comparison), x, y)
 
 
 def memberships(x: Array, groups: Array | None = None, *, num_neighbours: int) -> Array:
-    """Return the memberships of samples j among the k nearest of i, [n, n], which are of other groups than i.
+    """Return the memberships [n, n] of samples j among the k nearest of i.
 
-    Ties share the last places in fractions.
+    Neighbours are of other groups than i. Ties share the last places in fractions.
     """
-    number = x.shape[0]
     distances, size = cosine_distances_with_size(x, by_order=True)
     rounding = ROUNDINGS * jnp.finfo(x.dtype).eps * size
-    # A sample is not a neighbour of itself.
-    within = jnp.eye(number, dtype=bool) if groups is None else groups[:, None] == groups[None]
-    distances = jnp.where(within, jnp.inf, distances)
-    last = -lax.top_k(-distances, num_neighbours)[0][:, -1:]
-    above, tied = distances < last - rounding, jnp.abs(distances - last) <= rounding
+    is_within = jnp.eye(len(x), dtype=bool)  # a sample is not a neighbour of itself
+    if groups is not None:
+        is_within = groups[:, None] == groups[None]
+    distances = jnp.where(is_within, jnp.inf, distances)
+
+    nearest, _ = lax.top_k(-distances, num_neighbours)
+    limit = -nearest[:, -1:]
+    is_nearer = distances < limit - rounding
+    is_tied = jnp.abs(distances - limit) <= rounding
     # Ties broken by the order of samples would agree in both representations.
-    share = (num_neighbours - jnp.sum(above, 1, keepdims=True)) / jnp.sum(tied, 1, keepdims=True)
-    return jnp.where(above, 1.0, jnp.where(tied, share.astype(x.dtype), 0.0))
+    num_open = num_neighbours - jnp.sum(is_nearer, 1, keepdims=True)
+    share = num_open / jnp.sum(is_tied, 1, keepdims=True)
+    fractions = jnp.where(is_tied, share.astype(x.dtype), 0.0)
+    return jnp.where(is_nearer, 1.0, fractions)
 
 
 def _unit_memberships(x: Array, groups: Array | None = None, *, num_neighbours: int) -> Prepared:
-    number = jnp.asarray(x.shape[0], x.dtype)
-    entries = memberships(x, groups, num_neighbours=num_neighbours) / jnp.sqrt(
-        number * num_neighbours
-    )
+    """Return memberships of norm 1."""
+    number = jnp.asarray(len(x), x.dtype)
+    norm = jnp.sqrt(number * num_neighbours)
+    entries = memberships(x, groups, num_neighbours=num_neighbours) / norm
     return Prepared(entries, jnp.sqrt(num_neighbours / (number - 1)))
 
 
 def _jaccard(a: Array, b: Array) -> Array:
     common = jnp.sum(a * b, 1)
-    return jnp.mean(common / (jnp.sum(a, 1) + jnp.sum(b, 1) - common))
+    union = jnp.sum(a, 1) + jnp.sum(b, 1) - common
+    return jnp.mean(common / union)
 
 
 def mutual_knn_form(*, num_neighbours: int = 10) -> Form:
     count = check_count("num_neighbours", num_neighbours, minimum=1)
-    form = Form(
-        eqx.Partial(_unit_memberships, num_neighbours=count),
-        base.inner,
-        base.inner_mean,
-        minimum=count + 1,
-    )
-    return _of_neighbours(form, count)
+    prepare = eqx.Partial(_unit_memberships, num_neighbours=count)
+    form = Form(prepare, base.inner, base.inner_mean, minimum=count + 1)
+    return _with_groups(form, count)
 
 
 def knn_jaccard_form(*, num_neighbours: int = 10) -> Form:
     count = check_count("num_neighbours", num_neighbours, minimum=1)
-    return _of_neighbours(
-        Form(eqx.Partial(memberships, num_neighbours=count), _jaccard, minimum=count + 1), count
-    )
+    prepare = eqx.Partial(memberships, num_neighbours=count)
+    form = Form(prepare, _jaccard, minimum=count + 1)
+    return _with_groups(form, count)
 
 
-def _of_neighbours(form: Form, count: int) -> Form:
-    return form._replace(
-        apart=form._replace(expected=None, minimum=2, labels=np.arange, outside=count)
-    )
+def _with_groups(form: Form, count: int) -> Form:
+    """Return the form with its form for samples in groups."""
+    apart = form._replace(expected=None, minimum=2, labels=np.arange, outside=count)
+    return form._replace(apart=apart)
 
 
 @validated(finite=("x", "y"))
 def mutual_knn(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Score:
-    """Return the mean fraction of common samples among the k nearest neighbours; by chance k / (n - 1).
+    """Return the mean fraction of common samples among the k nearest neighbours.
+
+    By chance it is k / (n - 1).
 
     Args:
         x: Features, [n, p].

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_count, check_finite, fail, is_traced
@@ -39,7 +40,9 @@ class Embedding(Result):
 
 @validated
 def classical_mds(distances: Distances, *, num_dims: int = 2) -> Embedding:
-    """Return principal coordinates, leading eigenvectors of -H D^2 H / 2, exact for Euclidean distances in `num_dims`.
+    """Return principal coordinates, the leading eigenvectors of -H D^2 H / 2.
+
+    They are exact for Euclidean distances in `num_dims` dimensions.
 
     Args:
         distances: Symmetric distances, zero on the diagonal, [n, n].
@@ -70,10 +73,11 @@ def smacof(
     max_steps: int = 1000,
     rtol: float = 1e-7,
 ) -> Embedding:
-    """Return points of least stress by majorisation, Z <- B(Z) Z / n, in which no step increases the stress.
+    """Return points of least stress by majorisation, Z <- B(Z) Z / n.
 
-    B_ij = -d_ij / |z_i - z_j| off the diagonal, with rows of sum zero. It returns the best result
-    from the classical solution and, with a key, from random points.
+    No step increases the stress. B_ij = -d_ij / |z_i - z_j| off the diagonal, with rows of sum
+    zero. It returns the best result from the classical solution and, with a key, from random
+    points.
 
     Args:
         distances: Symmetric distances, zero on the diagonal, [n, n].
@@ -91,39 +95,42 @@ def smacof(
         Groenen (2005), chapter 8.
     """
     table, count = _checked(distances, num_dims)
-    limit, starts = (
-        check_count("max_steps", max_steps, minimum=1),
-        check_count("num_starts", num_starts, minimum=1),
-    )
+    limit = check_count("max_steps", max_steps, minimum=1)
+    starts = check_count("num_starts", num_starts, minimum=1)
     return _embedded(table, key, rtol, limit, num_dims=count, num_starts=starts)
 
 
 def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, int]:
     """Return the checked distances and number of dimensions."""
     count = check_count("num_dims", num_dims, minimum=1)
-    if count >= distances.shape[0]:
-        fail("num_dims", f"be below the number of points ({distances.shape[0]})", num_dims)
-    if not is_traced(distances):
-        check_finite("distances", distances)
-        known = np.asarray(distances)
-        slack = 1e-3 * np.abs(known).max()
-        uneven = (known < 0) | (np.abs(known - known.T) > slack)
-        wrong = np.where(np.eye(len(known), dtype=bool), np.abs(known) > slack, uneven)
-        if wrong.any():
-            row, column = np.argwhere(wrong)[0]
-            got = (
-                f"{known[row, column]:.4g} at ({row}, {column}), and {known[column, row]:.4g} "
-                f"at ({column}, {row})"
-            )
-            fail("distances", "be symmetric, non-negative and zero on the diagonal", got)
+    if count >= len(distances):
+        fail("num_dims", f"be below the number of points ({len(distances)})", num_dims)
+    if is_traced(distances):
+        return to_device(distances), count
+
+    check_finite("distances", distances)
+    table = np.asarray(distances)
+    slack = 1e-3 * np.abs(table).max()
+    is_uneven = (table < 0) | (np.abs(table - table.T) > slack)
+    is_diagonal = np.eye(len(table), dtype=bool)
+    is_wrong = np.where(is_diagonal, np.abs(table) > slack, is_uneven)
+    if is_wrong.any():
+        row, column = np.argwhere(is_wrong)[0]
+        pair = (
+            f"{table[row, column]:.4g} at ({row}, {column}), and {table[column, row]:.4g} "
+            f"at ({column}, {row})"
+        )
+        fail("distances", "be symmetric, non-negative and zero on the diagonal", pair)
     return to_device(distances), count
 
 
 def _classical(distances: Array, num_dims: int) -> Array:
+    """Return principal coordinates, [n, num_dims]."""
     matrix, undefined = finite_part(-0.5 * double_centred(distances**2))
     values, vectors = jnp.linalg.eigh(matrix)
     leading = jnp.maximum(values[::-1][:num_dims], 0.0)
-    return vectors[:, ::-1][:, :num_dims] * jnp.sqrt(leading)[None] + undefined
+    axes = vectors[:, ::-1][:, :num_dims]
+    return axes * jnp.sqrt(leading)[None] + undefined
 
 
 @partial(jax.jit, static_argnames=("num_dims", "num_starts"))
@@ -139,7 +146,8 @@ def _embedded(
     """Return the best points from the classical solution and, with a key, from random points."""
     # Without this unit, squares of distances may overflow or vanish.
     distances, unit = scaled(0.5 * (distances + distances.T))
-    distances = distances * (1 - jnp.eye(distances.shape[0], dtype=distances.dtype))
+    diagonal = jnp.eye(len(distances), dtype=distances.dtype)
+    distances = distances * (1 - diagonal)
     # Stress has local minima. The classical solution is a good start, and random ones may find a
     # better minimum.
     starts = _classical(distances, num_dims)[None]
@@ -148,36 +156,36 @@ def _embedded(
         draws = jax.random.normal(key, (num_starts, *starts.shape[1:]), starts.dtype)
         starts = jnp.concatenate([starts, size * draws])
 
-    def spread(points: Array) -> tuple[Array, Array]:
-        """Return distances and the stress."""
-        apart = root(jnp.sum((points[:, None] - points[None]) ** 2, -1))
-        return apart, 0.5 * jnp.sum((distances - apart) ** 2)
+    def spread(points):
+        """Return distances of points, and the stress."""
+        differences = points[:, None] - points[None]
+        lengths = root(jnp.sum(differences**2, -1))
+        return lengths, 0.5 * jnp.sum((distances - lengths) ** 2)
 
-    def goes_on(carry: tuple[Array, ...]) -> Array:
-        count, _, before, now = carry
-        return (count < max_steps) & (before - now > rtol * now)
+    def is_improving(carry):
+        count, _, previous, stress = carry
+        return (count < max_steps) & (previous - stress > rtol * stress)
 
-    def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        count, points, _, now = carry
-        apart, _ = spread(points)
+    def step(carry):
+        count, points, _, previous = carry
+        lengths, _ = spread(points)
         # Points that coincide pull in no direction.
-        ratio = jnp.where(apart > 0, distances / jnp.where(apart > 0, apart, 1.0), 0.0)
-        points = (jnp.sum(ratio, 1)[:, None] * points - product(ratio, points)) / distances.shape[0]
-        return count + 1, points, now, spread(points)[1]
+        is_apart = lengths > 0
+        ratio = jnp.where(is_apart, distances / jnp.where(is_apart, lengths, 1.0), 0.0)
+        moved = jnp.sum(ratio, 1)[:, None] * points - product(ratio, points)
+        points = moved / len(distances)
+        _, stress = spread(points)
+        return count + 1, points, previous, stress
 
-    def run(points: Array) -> tuple[Array, ...]:
-        now = spread(points)[1]
-        return jax.lax.while_loop(
-            goes_on, step, (jnp.zeros((), int), points, jnp.full_like(now, jnp.inf), now)
-        )
+    def run(points):
+        _, stress = spread(points)
+        start = (jnp.zeros((), int), points, jnp.full_like(stress, jnp.inf), stress)
+        return lax.while_loop(is_improving, step, start)
 
-    counts, points, _, stresses = jax.lax.map(run, starts)
+    counts, points, _, stresses = lax.map(run, starts)
     best = jnp.argmin(stresses)
     points = points[best] - jnp.mean(points[best], 0)[None]
-    least = spread(points)[1]
-    return Embedding(
-        points * unit,
-        least * unit * unit,
-        jnp.sqrt(least / (0.5 * jnp.sum(distances**2))),
-        counts[best],
-    )
+    _, stress = spread(points)
+    total = 0.5 * jnp.sum(distances**2)
+    relative_stress = jnp.sqrt(stress / total)
+    return Embedding(points * unit, stress * unit * unit, relative_stress, counts[best])

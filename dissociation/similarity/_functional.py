@@ -15,18 +15,24 @@ Logits = Float[Array | np.ndarray, "n classes"]
 
 def _both_logits(x: Array) -> Array:
     """Return logits of two classes for one column, which is the logit of the second."""
-    return jnp.concatenate([jnp.zeros_like(x), x], 1) if x.shape[1] == 1 else x
+    if x.shape[1] != 1:
+        return x
+    return jnp.concatenate([jnp.zeros_like(x), x], 1)
 
 
 def _predictions(x: Array) -> Prepared:
     x = _both_logits(x)
-    classes = jax.nn.one_hot(jnp.argmax(x, 1), x.shape[1], dtype=x.dtype)
+    largest = jnp.argmax(x, 1)
+    classes = jax.nn.one_hot(largest, x.shape[1], dtype=x.dtype)
     return Prepared(classes, jnp.mean(classes, 0))
 
 
 def _agreement(a: Prepared, b: Prepared) -> Array:
-    number = a.entries.shape[0]  # counts are exact, a fraction near 1 may round
-    return (number - jnp.sum(a.entries * b.entries)) / number
+    """Return the fraction of samples with different classes."""
+    number = len(a.entries)
+    # Counts are exact, while a fraction near 1 may round.
+    num_equal = jnp.sum(a.entries * b.entries)
+    return (number - num_equal) / number
 
 
 def _log_probabilities(x: Array) -> Array:
@@ -34,9 +40,16 @@ def _log_probabilities(x: Array) -> Array:
 
 
 def _divergence(a: Array, b: Array) -> Array:
-    middle = jnp.logaddexp(a, b) - jnp.log(jnp.asarray(2, a.dtype))
-    half = lambda one: jnp.sum(jnp.where(one > -jnp.inf, jnp.exp(one) * (one - middle), 0.0), 1)  # noqa: E731
-    return jnp.maximum(jnp.mean(0.5 * (half(a) + half(b))), 0.0)
+    """Return the mean Jensen-Shannon divergence of logarithms of probabilities."""
+    two = jnp.asarray(2, a.dtype)
+    middle = jnp.logaddexp(a, b) - jnp.log(two)
+
+    def relative_entropy(logs):
+        terms = jnp.exp(logs) * (logs - middle)
+        return jnp.sum(jnp.where(logs > -jnp.inf, terms, 0.0), 1)
+
+    divergences = 0.5 * (relative_entropy(a) + relative_entropy(b))
+    return jnp.maximum(jnp.mean(divergences), 0.0)
 
 
 DISAGREEMENT = Form(_predictions, _agreement, lambda a, b: 1 - jnp.sum(a.mean * b.mean), minimum=1)
@@ -91,7 +104,9 @@ def jensen_shannon(x: Logits, y: Logits) -> Score:
 
 @validated
 def min_max_disagreement(x: Logits, y: Logits, labels: Classes) -> Score:
-    """Return the disagreement d relative to its bounds, (d - |e_x - e_y|) / (min(e_x + e_y, 1) - |e_x - e_y|).
+    """Return the disagreement d relative to its bounds.
+
+        (d - |e_x - e_y|) / (min(e_x + e_y, 1) - |e_x - e_y|)
 
     e_x and e_y are the error rates of the two networks.
 
@@ -112,16 +127,24 @@ def min_max_disagreement(x: Logits, y: Logits, labels: Classes) -> Score:
         Klabunde, Schumacher, Strohmaier and Lemmerich (2023), Similarity of neural network models:
         a survey of functional and representational measures, section 4.
     """
-    found = disagreement(x, y)
+    distance = disagreement(x, y)
     x, y = in_common_dtype(x, y)
-    return _within_bounds(found, x, y, to_device(labels))
+    return _within_bounds(distance, x, y, to_device(labels))
 
 
 @jax.jit
-def _within_bounds(found: Array, x: Array, y: Array, labels: Array) -> Array:
+def _within_bounds(distance: Array, x: Array, y: Array, labels: Array) -> Array:
+    """Return a disagreement relative to its bounds by the error rates."""
+
+    def error_rate(x):
+        logits = _both_logits(x)
+        return jnp.mean(jnp.argmax(logits, 1) != labels, dtype=x.dtype)
+
+    error_x = error_rate(x)
+    error_y = error_rate(y)
     # Networks that differ in error must disagree on the difference, and agree wherever both are
     # right.
-    wrong = [jnp.mean(jnp.argmax(_both_logits(one), 1) != labels, dtype=x.dtype) for one in (x, y)]
-    least, most = jnp.abs(wrong[0] - wrong[1]), jnp.minimum(wrong[0] + wrong[1], 1.0)
-    room = most - least
-    return jnp.where(room > 0, (found - least) / jnp.where(room > 0, room, 1.0), jnp.nan)
+    low = jnp.abs(error_x - error_y)
+    room = jnp.minimum(error_x + error_y, 1.0) - low
+    ratio = (distance - low) / jnp.where(room > 0, room, 1.0)
+    return jnp.where(room > 0, ratio, jnp.nan)

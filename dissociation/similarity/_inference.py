@@ -1,5 +1,6 @@
-"""Jackknife intervals over samples, tests by permutations or the moments of the null, and calibrated scores."""
+"""Jackknife intervals over samples, tests against independence, and calibrated scores."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 from scipy import stats
 
@@ -38,18 +40,20 @@ from dissociation.similarity._base import (
 from dissociation.similarity._items import Items, as_items, check_fit, check_sets, of_one_width
 from dissociation.similarity._measures import as_measure
 from dissociation.similarity._orders import (
+    Kinds,
     Units,
     all_orders,
     kinds_of,
     log_number,
     random_orders,
+    stacked_by_length,
     units_of,
 )
 from dissociation.similarity._tables import tables
 from dissociation.training._progress import MeterFactory
 
 BLOCKS = ("shuffled", "contiguous")
-"""Names of blocks of samples: drawn by a fixed permutation, or of neighbouring samples for time series."""
+"""Blocks of samples: by a fixed permutation, or of neighbouring samples for time series."""
 
 CORRECTIONS = ("holm", "bh", "by", "none")
 """Holm's correction, Benjamini and Hochberg's, Benjamini and Yekutieli's, or none."""
@@ -57,8 +61,11 @@ CORRECTIONS = ("holm", "bh", "by", "none")
 
 # The null of few samples, or of few different ones, has atoms, and the cost of moments is the cube
 # of their number.
-FEWEST, MOST = 20, 4096
-"""Limits of the number of samples for tests by moments."""
+FEWEST = 20
+"""Smallest number of samples for tests by moments."""
+
+MOST = 4096
+"""Largest number of samples for tests by moments."""
 
 FEWEST_ORDERS = 1e6
 """Smallest number of orders that differ for tests by moments."""
@@ -68,6 +75,9 @@ FEWEST_EXCHANGES = 20
 
 LEAST_P_VALUE = 1e-16
 """Smallest p-value from moments. Smaller ones are set to it and printed as "< 1e-16"."""
+
+
+HostArray = Float[np.ndarray, "..."]
 
 
 class Interval(NamedTuple):
@@ -96,26 +106,32 @@ def kept_rows(
     num_blocks: Any,
     blocks: str = "shuffled",
     repeats: int = 1,
-    each: int = 1,
+    num_positions: int = 1,
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Return the samples that remain without each block of whole groups, [choices, remaining] per size of blocks."""
-    conditions = number // repeats // each
-    of_rows = np.tile(np.repeat(np.arange(conditions), each), repeats) if groups is None else groups
-    units, kind = (
-        int(of_rows.max()) + 1,
-        "samples without repeats and positions" if groups is None else "groups",
-    )
-    if check_count("num_blocks", num_blocks, minimum=2) > units:
-        fail("num_blocks", f"be at most {units}, the number of {kind}", num_blocks)
+    """Return the samples that remain without each block, [choices, remaining] per size of blocks.
+
+    Blocks hold whole groups. Without blocks, return nothing.
+    """
+    if num_blocks is None:
+        return []
+    unit_of_row: Any = groups
+    kind = "groups"
+    if groups is None:
+        conditions = np.arange(number // repeats // num_positions)
+        unit_of_row = np.tile(np.repeat(conditions, num_positions), repeats)
+        kind = "samples without repeats and positions"
+    num_units = int(unit_of_row.max()) + 1
+    if check_count("num_blocks", num_blocks, minimum=2) > num_units:
+        fail("num_blocks", f"be at most {num_units}, the number of {kind}", num_blocks)
+
     # A bootstrap would draw samples twice, which are then their own nearest neighbours and raise
     # similarities.
-    left_out = folds(units, num_blocks, contiguous=blocks == "contiguous")
-    kept = [np.flatnonzero(~np.isin(of_rows, block)) for block in left_out]
-    return [
-        np.stack([rows for rows in kept if len(rows) == size])
-        for size in sorted({len(rows) for rows in kept})
-    ]
+    remaining = []
+    for block in folds(num_units, num_blocks, contiguous=blocks == "contiguous"):
+        is_left_out = np.isin(unit_of_row, block)
+        remaining.append(np.flatnonzero(~is_left_out))
+    return stacked_by_length(remaining)
 
 
 @validated
@@ -128,7 +144,9 @@ def jackknife_interval(
     bounds: tuple[float, float] = (-np.inf, np.inf),
     unbias: bool = True,
 ) -> Interval:
-    """Return Student's interval from values without each block, about the value less its first-order bias.
+    """Return Student's interval from values without each block.
+
+    Its centre is the value less its first-order bias.
 
     With B blocks, z = g(value) on an unbounded scale, z_b without block b, and the fraction f_b of
     samples in block b,
@@ -162,20 +180,31 @@ def jackknife_interval(
         The jackknife and the bootstrap for general stationary observations; Busing, Meijer and van
         der Leeden (1999), Delete-m jackknife for unequal m.
     """
-    count = check_count("leave_outs", leave_outs.shape[0], minimum=2)
+    count = check_count("leave_outs", len(leave_outs), minimum=2)
     check_level(level)
+    fractions = np.full(count, 1 / count)
     if sizes is not None:
         check_positive("sizes", sizes)
+        fractions = sizes / sizes.sum()
     values, leave_outs = in_common_dtype(values, leave_outs)
-    fractions = np.full(count, 1 / count) if sizes is None else sizes / sizes.sum()
-    return _interval(
-        values, leave_outs, students_quantile(level, count), bounds, unbias, jnp, fractions
-    )
+    quantile = students_quantile(level, count)
+    return _interval(values, leave_outs, quantile, bounds, unbias, jnp, fractions)
 
 
 def students_quantile(level: float, count: int) -> float:
     """Return the half width, in standard errors, of Student's interval from `count` numbers."""
     return float(stats.t.ppf(0.5 + 0.5 * level, count - 1))
+
+
+def _unbounded(bounds: tuple[float, float], rounding: float, xp: Any) -> tuple[Callable, Callable]:
+    """Return a map from within the bounds to an unbounded scale, and its inverse."""
+    low, high = bounds
+    inside = 1 - 4 * rounding
+    if high == 1 and low >= -1:
+        return lambda v: xp.arctanh(xp.clip(v, -inside, inside)), xp.tanh
+    if high == 1:
+        return lambda v: -xp.log1p(-xp.minimum(v, inside)), lambda z: -xp.expm1(-z)
+    return lambda v: v, lambda z: xp.clip(z, low, high)
 
 
 def interval(
@@ -187,46 +216,50 @@ def interval(
     xp: Any,
     fractions: Any,
 ) -> Interval:
-    """Return `jackknife_interval` from the fractions of samples in the blocks, by `xp`: JAX or NumPy.
+    """Return `jackknife_interval` from the fractions of samples in the blocks.
 
-    NumPy compiles nothing.
+    `xp` is JAX or NumPy, which compiles nothing.
     """
     fractions = fractions.reshape(-1, *(1,) * values.ndim).astype(values.dtype)
-    least, most = bounds
     rounding = float(jnp.finfo(values.dtype).eps)
-    for bound in (
-        bounds if np.isfinite(bounds).all() else ()
-    ):  # near a bound, arctanh and log magnify rounding
-        near = ROUNDINGS * rounding
-        values, leave_outs = (
-            xp.where(xp.abs(v - bound) <= near, bound, v) for v in (values, leave_outs)
-        )
-    inside = 1 - 4 * rounding
+    # Near a bound, arctanh and log magnify rounding.
+    if np.isfinite(bounds).all():
+        width = ROUNDINGS * rounding
+        for bound in bounds:
+            values = xp.where(xp.abs(values - bound) <= width, bound, values)
+            leave_outs = xp.where(xp.abs(leave_outs - bound) <= width, bound, leave_outs)
+
+    def spread(value, leave_outs):
+        """Return the bias and the standard error of a value."""
+        changes = leave_outs - value[None]
+        bias = xp.sum((1 - fractions) * changes, 0)
+        deviations = (1 / fractions - 1) * changes - bias[None]
+        variances = fractions / (1 - fractions) * deviations**2
+        return bias, xp.sqrt(xp.mean(variances, 0))
+
     # An interval on an unbounded scale stays within the bounds when it is mapped back.
-    if most == 1 and least >= -1:
-        to, back = lambda v: xp.arctanh(xp.clip(v, -inside, inside)), xp.tanh
-    elif most == 1:
-        to, back = lambda v: -xp.log1p(-xp.minimum(v, inside)), lambda z: -xp.expm1(-z)
-    else:
-        to, back = lambda v: v, lambda z: xp.clip(z, least, most)
-
-    def spread(value: Any, each: Any) -> tuple[Any, Any]:
-        change = each - value[None]
-        bias = xp.sum((1 - fractions) * change, 0)
-        parts = (1 / fractions - 1) * change - bias[None]
-        return bias, xp.sqrt(xp.mean(fractions / (1 - fractions) * parts**2, 0))
-
-    z = to(values)
-    shift, error = spread(z, to(leave_outs))
-    half = quantile * error
-    centre = z - shift if unbias else z
+    to_line, from_line = _unbounded(bounds, rounding, xp)
+    z = to_line(values)
+    shift, error = spread(z, to_line(leave_outs))
+    half_width = quantile * error
+    centre = z
+    if unbias:
+        centre = z - shift
     bias, raw_error = spread(values, leave_outs)
-    same = xp.all(leave_outs == values[None], 0)
-    ends = (xp.clip(back(end), least, most) for end in (centre - half, centre, centre + half))
-    low, estimate, high = (xp.where(same, values, end) for end in ends)
+    is_constant = xp.all(leave_outs == values[None], 0)
+
+    def mapped_back(z):
+        clipped = xp.clip(from_line(z), *bounds)
+        return xp.where(is_constant, values, clipped)
+
+    low = mapped_back(centre - half_width)
+    estimate = mapped_back(centre)
+    high = mapped_back(centre + half_width)
     # Measures of a fixed number of neighbours change with n without limit, so bias is not defined.
-    estimate = estimate if unbias else values
-    low, high = xp.minimum(low, estimate), xp.maximum(high, estimate)  # also of one rounding
+    if not unbias:
+        estimate = values
+    low = xp.minimum(low, estimate)  # also of one rounding
+    high = xp.maximum(high, estimate)
     return Interval(raw_error, low, high, bias, estimate)
 
 
@@ -255,12 +288,12 @@ class PermutationTest(Result):
         num_draws: Drawn orders.
     """
 
-    value: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
-    p_value: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
-    null_mean: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
-    null_sd: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
-    null_quantile: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
-    calibrated: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
+    value: HostArray = eqx.field(converter=np.asarray)
+    p_value: HostArray = eqx.field(converter=np.asarray)
+    null_mean: HostArray = eqx.field(converter=np.asarray)
+    null_sd: HostArray = eqx.field(converter=np.asarray)
+    null_quantile: HostArray = eqx.field(converter=np.asarray)
+    calibrated: HostArray = eqx.field(converter=np.asarray)
     num_draws: int = eqx.field(static=True)
 
 
@@ -305,61 +338,76 @@ def permutation_test(
     References:
         Phipson and Smyth (2010), Permutation p-values should never be zero.
     """
-    known = as_measure(measure)
-    form = known.with_options(**options)
+    measure = as_measure(measure)
+    form = measure.with_options(**options)
     check_level(level)
     check_count("num_draws", num_draws, minimum=1)
     if key is None:
         fail("key", "be given", "None", "For instance jax.random.key(0)")
+
     read = partial(as_items, members=False, positions=None, channels=None)
-    first, second = read("x", x), read("y", y)
-    number = check_sets([first, second], known)
-    numbers = groups_of([first, second], known, groups, blocks)
-    form = form.grouped(numbers)
-    check_fit([first, second], form, number, groups=numbers)
-    units = units_of(number, known.repeats, groups=numbers)
-    too_few = numbers is not None and warn_few_exchanges(units)
-    orders, _ = orders_of([first, second], key, num_draws, units, blocks=blocks)
+    first = read("x", x)
+    second = read("y", y)
+    sets = [first, second]
+    number = check_sets(sets, measure)
+    groups = groups_of(sets, measure, groups, blocks)
+    form = form.grouped(groups)
+    check_fit(sets, form, number, groups=groups)
+
+    units = units_of(number, measure.repeats, groups=groups)
+    too_few = groups is not None and warn_few_exchanges(units)
+    orders, _ = orders_of(sets, key, num_draws, units, blocks=blocks)
     # The value itself comes from the same program, so that equal values are equal.
     orders = np.concatenate([np.arange(number)[None], orders])
-    values = np.asarray(
-        tables(known, form, first, second, [("orders", orders)], progress=progress)[0]
-    )[:, 0, 0]
-    draws = np.full_like(values[1:], np.nan) if too_few else values[1:]
-    return placed(known, np.asarray(values[0]), draws, level)
+    steps = [("orders", orders)]
+    (table,) = tables(measure, form, first, second, steps, progress=progress)
+    values = table[:, 0, 0]
+    draws = values[1:]
+    if too_few:
+        draws = np.full_like(draws, np.nan)
+    return placed(measure, np.asarray(values[0]), draws, level)
 
 
 def groups_of(
     sets: Sequence[Items], measure: Measure, groups: Any, blocks: str
 ) -> np.ndarray | None:
-    """Return the group of each row, or None with a warning of samples that repeat others in all sets."""
+    """Return the group of each row, or None if each sample is a group.
+
+    Without groups, warn of samples that repeat others in all sets.
+    """
     check_choice("blocks", blocks, BLOCKS)
-    number, each = sets[0].arrays[0].shape[1], max(one.each for one in sets)
+    number = sets[0].number
+    num_positions = max(items.num_positions for items in sets)
     if groups is None:
-        arrays = [
-            features for one in sets for stack in one.arrays for features in np.asarray(stack)
-        ]
+        arrays = []
+        for items in sets:
+            for stack in items.arrays:
+                arrays.extend(np.asarray(stack))
         effect = "intervals and p-values are too small"
-        warn_repeated(arrays, effect, repeats=measure.repeats, each=each)
+        warn_repeated(arrays, effect, repeats=measure.repeats, each=num_positions)
         return None
+
     if blocks != "shuffled":
-        fail(
-            "blocks",
-            "be 'shuffled' for samples in groups",
-            repr(blocks),
-            "A group may be a stretch of time",
-        )
-    numbers = group_numbers(groups, number, repeats=measure.repeats, each=each)
-    alone = int(numbers.max()) + 1 == number // measure.repeats // each
-    return None if alone and each == 1 else numbers
+        advice = "A group may be a stretch of time"
+        fail("blocks", "be 'shuffled' for samples in groups", repr(blocks), advice)
+    numbers = group_numbers(groups, number, repeats=measure.repeats, each=num_positions)
+    num_groups = int(numbers.max()) + 1
+    if num_positions == 1 and num_groups == number // measure.repeats:
+        return None
+    return numbers
+
+
+def _distinct(units: Units) -> Kinds:
+    """Return the kinds of units that all differ."""
+    return [np.arange(len(rows)) for rows in units]
 
 
 def warn_few_exchanges(units: Units) -> bool:
     """Return True, with a warning, if too few orders exchange groups of equal size for a test."""
-    exponent = log_number([np.arange(len(part)) for part in units])
+    exponent = log_number(_distinct(units))
     if exponent >= np.log(FEWEST_EXCHANGES):
         return False
-    sizes = ", ".join(f"{len(part)} of {part.shape[1]}" for part in units)
+    sizes = ", ".join(f"{len(rows)} of {rows.shape[1]}" for rows in units)
     warn(
         f"groups of equal size have {round(np.exp(exponent))} orders ({sizes} samples), fewer than "
         f"{FEWEST_EXCHANGES}: p-values and values by chance are NaN."
@@ -370,39 +418,48 @@ def warn_few_exchanges(units: Units) -> bool:
 def orders_of(
     sets: Sequence[Items], key: PRNGKey, count: int, units: Units, *, blocks: str
 ) -> tuple[np.ndarray, bool]:
-    """Return orders of the second set's samples but the given one, [orders, n], and True if they are all that differ.
+    """Return orders of the second set's samples, [orders, n], and True if they are all that differ.
 
-    All are listed if they are at most `count`; else up to `count` random ones are drawn.
+    The identity is not among them. All are listed if they are at most `count`; else up to `count`
+    random ones are drawn.
     """
     if blocks == "shuffled":
-        # Exchanging equal samples changes nothing, which is known of a single representation.
-        kinds = [[np.arange(len(part)) for part in units]]
-        kinds += [
-            kinds_of(np.asarray(one.arrays[0])[0], units) for one in sets if len(one.labels) == 1
-        ]
-        numbers = [log_number(each) for each in kinds]
+        kinds = [_distinct(units)]
+        for items in sets:
+            # Exchanging equal samples changes nothing, which is known of a single representation.
+            if len(items.labels) == 1:
+                features = np.asarray(items.arrays[0])[0]
+                kinds.append(kinds_of(features, units))
+        numbers = [log_number(of_units) for of_units in kinds]
         fewest = int(np.argmin(numbers))
-        # If all samples are equal, there is no other order to list.
+        # If all samples are equal, no order but the identity can be listed.
         if np.log(1.5) < numbers[fewest] <= np.log(count + 1.5):
             orders = all_orders(units, kinds[fewest])
-            of_first = len(sets) == 2 and len(sets[0].labels) == 1 and fewest == 1
-            return np.argsort(orders, 1) if of_first else orders, True
+            # Inverses of orders of the first set are orders of the second.
+            if len(sets) == 2 and len(sets[0].labels) == 1 and fewest == 1:
+                orders = np.argsort(orders, 1)
+            return orders, True
     return random_orders(key, count, units, blocks=blocks), False
 
 
 def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float) -> PermutationTest:
     """Return the test of a value against the values `draws` in other orders, [draws, ...]."""
     sign = 1.0 if measure.larger_is_closer else -1.0
-    slack = 8 * np.finfo(draws.dtype).eps * np.maximum(np.abs(value), np.abs(draws).max(0))
+    size = np.maximum(np.abs(value), np.abs(draws).max(0))
+    slack = 8 * np.finfo(draws.dtype).eps * size
     # Ties count as hits, so that p-values are not too small if values can be equal.
     hits = np.sum(sign * draws >= sign * value - slack, 0)
-    p_value = np.where(
-        np.isfinite(value) & np.isfinite(draws).all(0), (1 + hits) / (1 + len(draws)), np.nan
-    )
+    is_defined = np.isfinite(value) & np.isfinite(draws).all(0)
+    num_draws = len(draws)
+    p_value = np.where(is_defined, (1 + hits) / (1 + num_draws), np.nan)
+
     quantile = sign * np.quantile(sign * draws, level, axis=0)
-    spread = draws.std(0, ddof=1) if len(draws) > 1 else np.full_like(value, np.nan)
+    spread = np.full_like(value, np.nan)
+    if num_draws > 1:
+        spread = draws.std(0, ddof=1)
     calibrated = calibrate(value, quantile, measure.identical)
-    return PermutationTest(value, p_value, draws.mean(0), spread, quantile, calibrated, len(draws))
+    mean = draws.mean(0)
+    return PermutationTest(value, p_value, mean, spread, quantile, calibrated, num_draws)
 
 
 @validated
@@ -411,7 +468,9 @@ def calibrate(
     null_quantile: Float[Array | np.ndarray, "..."],
     best: Scalar = 1.0,
 ) -> Float[Array, "..."]:
-    """Return (value - null_quantile) / (best - null_quantile), 0 for chance and 1 for the best value.
+    """Return (value - null_quantile) / (best - null_quantile).
+
+    It is 0 for chance and 1 for the best value.
 
     Args:
         value: Value of a measure.
@@ -432,7 +491,8 @@ def calibrate(
 @eqx.filter_jit
 def _calibrated(value: Array, null_quantile: Array, best: Scalar) -> Array:
     room = best - null_quantile
-    return jnp.where(room == 0, jnp.nan, (value - null_quantile) / jnp.where(room == 0, 1.0, room))
+    ratio = (value - null_quantile) / jnp.where(room == 0, 1.0, room)
+    return jnp.where(room == 0, jnp.nan, ratio)
 
 
 @validated
@@ -462,18 +522,20 @@ def adjust_p_values(
     check_choice("method", method, CORRECTIONS)
     check_known("they are sorted on the host", p_values=p_values)
     values = np.array(p_values, float)
-    known = ~np.isnan(values)
-    if np.any((values[known] < 0) | (values[known] > 1)):
-        fail("p_values", "lie from 0 to 1", f"{values[known].min()} to {values[known].max()}")
-    if method == "none" or not known.any():
+    is_tested = ~np.isnan(values)
+    tested = values[is_tested]
+    if np.any((tested < 0) | (tested > 1)):
+        fail("p_values", "lie from 0 to 1", f"{tested.min()} to {tested.max()}")
+    if method == "none" or not tested.size:
         return values
-    own = values[known]
+
     if method == "holm":
-        order = np.argsort(own)
-        own[order] = np.minimum(np.maximum.accumulate(own[order] * np.arange(len(own), 0, -1)), 1.0)
+        order = np.argsort(tested)
+        products = tested[order] * np.arange(len(tested), 0, -1)
+        tested[order] = np.minimum(np.maximum.accumulate(products), 1.0)
     else:
-        own = stats.false_discovery_control(own, method=method)
-    values[known] = own
+        tested = stats.false_discovery_control(tested, method=method)
+    values[is_tested] = tested
     return values
 
 
@@ -502,7 +564,7 @@ def member_interval(
     References:
         Arvesen (1969), Jackknifing U-statistics.
     """
-    count = values.shape[0]
+    count = len(values)
     if count < 3:
         fail("values", "be of at least 3 members", count)
     check_level(level)
@@ -512,14 +574,17 @@ def member_interval(
 @eqx.filter_jit
 def _member_interval(values: Array, quantile: float, bounds: tuple[float, float]) -> MemberInterval:
     count = len(values)
-    table = jnp.where(jnp.eye(count, dtype=bool), 0.0, values)
+    is_diagonal = jnp.eye(count, dtype=bool)
+    table = jnp.where(is_diagonal, 0.0, values)
     # Pairs share members and are not independent, so whole members are left out.
-    total, rows = jnp.sum(table), jnp.sum(table, 0) + jnp.sum(table, 1)
+    total = jnp.sum(table)
+    of_members = jnp.sum(table, 0) + jnp.sum(table, 1)
     mean = total / (count * (count - 1))
+    leave_outs = (total - of_members) / ((count - 1) * (count - 2))
+    fractions = np.full(count, 1 / count)
     # A mean over pairs has no bias, and lies inside of its interval.
-    left = (total - rows) / ((count - 1) * (count - 2))
-    found = interval(mean, left, quantile, bounds, False, jnp, np.full(count, 1 / count))
-    return MemberInterval(mean, found.standard_error, found.low, found.high)
+    limits = interval(mean, leave_outs, quantile, bounds, False, jnp, fractions)
+    return MemberInterval(mean, limits.standard_error, limits.low, limits.high)
 
 
 class Invariants(NamedTuple):
@@ -537,18 +602,21 @@ class Invariants(NamedTuple):
 
 def invariants(matrix: Float[Array, "n n"]) -> Invariants:
     """Return the sums over a matrix that determine the null's moments."""
-    number = matrix.shape[0]
+    number = len(matrix)
     trace = jnp.trace(matrix)
     # Without a trace the third moment has few terms.
-    matrix = matrix - trace / (number - 1) * (jnp.eye(number, dtype=matrix.dtype) - 1 / number)
-    diagonal, square = jnp.diagonal(matrix), product(matrix, matrix)
+    centring = jnp.eye(number, dtype=matrix.dtype) - 1 / number
+    matrix = matrix - trace / (number - 1) * centring
+    diagonal = jnp.diagonal(matrix)
+    square = product(matrix, matrix)
+    image = product(matrix, diagonal[:, None])
     return Invariants(
         trace=trace,
         diagonal2=jnp.sum(diagonal**2),
         all2=jnp.sum(matrix**2),
         diagonal3=jnp.sum(diagonal**3),
         all3=jnp.sum(matrix**3),
-        ends=diagonal @ product(matrix, diagonal[:, None])[:, 0],
+        ends=diagonal @ image[:, 0],
         paths=jnp.sum(diagonal * jnp.diagonal(square)),
         cycles=jnp.sum(square * matrix),
     )
@@ -560,98 +628,127 @@ def null_moments(a: Invariants, b: Invariants, number: int) -> tuple[Any, Any, A
     Source: Kazi-Aoual et al. (1995).
     """
     n = float(number)
-    a, b = (Invariants(*(np.asarray(part, float) for part in one)) for one in (a, b))
+    n2 = n**2
+    n3 = n**3
+    n4 = n**4
+    a, b = jax.tree.map(lambda total: np.asarray(total, float), (a, b))
     mean = np.asarray(a.trace * b.trace / (n - 1))
-    loose = [n * (n + 1) * one.diagonal2 - 2 * (n - 1) * one.all2 for one in (a, b)]
+
+    loose_a = n * (n + 1) * a.diagonal2 - 2 * (n - 1) * a.all2
+    loose_b = n * (n + 1) * b.diagonal2 - 2 * (n - 1) * b.all2
     variance = 2 * a.all2 * b.all2 / ((n + 1) * (n - 2))
-    variance += loose[0] * loose[1] / ((n + 1) * n * (n - 1) * (n - 2) * (n - 3))
+    scale = (n + 1) * n * (n - 1) * (n - 2) * (n - 3)
+    variance += loose_a * loose_b / scale
+
     # At trace zero the published formulas are bilinear in these few terms.
     weights = {
-        ("diagonal3", "diagonal3"): n**2 * (n + 1) * (n**2 + 15 * n - 4),
-        ("all3", "all3"): 4 * (n**4 - 8 * n**3 + 19 * n**2 - 4 * n - 16),
-        ("ends", "ends"): 6 * (n**4 - 8 * n**3 + 21 * n**2 - 6 * n - 24),
-        ("paths", "paths"): 12 * (n**4 - n**3 - 8 * n**2 + 36 * n - 48),
-        ("cycles", "cycles"): 8 * (n**3 - 9 * n**2 + 26 * n - 22),
-        ("all3", "ends"): 24 * (n**2 - n - 4),
-        ("all3", "paths"): 24 * (n**3 - 3 * n**2 - 2 * n + 8),
-        ("ends", "paths"): 24 * (n**3 - 2 * n**2 - 3 * n + 12),
-        ("all3", "diagonal3"): -4 * n * (n - 1) * (n**2 - n + 4),
-        ("ends", "diagonal3"): -6 * n * (n - 1) * (n**2 - n + 4),
+        ("diagonal3", "diagonal3"): n2 * (n + 1) * (n2 + 15 * n - 4),
+        ("all3", "all3"): 4 * (n4 - 8 * n3 + 19 * n2 - 4 * n - 16),
+        ("ends", "ends"): 6 * (n4 - 8 * n3 + 21 * n2 - 6 * n - 24),
+        ("paths", "paths"): 12 * (n4 - n3 - 8 * n2 + 36 * n - 48),
+        ("cycles", "cycles"): 8 * (n3 - 9 * n2 + 26 * n - 22),
+        ("all3", "ends"): 24 * (n2 - n - 4),
+        ("all3", "paths"): 24 * (n3 - 3 * n2 - 2 * n + 8),
+        ("ends", "paths"): 24 * (n3 - 2 * n2 - 3 * n + 12),
+        ("all3", "diagonal3"): -4 * n * (n - 1) * (n2 - n + 4),
+        ("ends", "diagonal3"): -6 * n * (n - 1) * (n2 - n + 4),
         ("paths", "diagonal3"): -12 * n * (n - 1) ** 2 * (n + 4),
         ("cycles", "diagonal3"): 16 * n * (n - 1) * (n - 2),
-        ("cycles", "all3"): -8 * (3 * n**2 - 15 * n + 16),
-        ("cycles", "ends"): -8 * (3 * n**2 - 15 * n + 24),
-        ("cycles", "paths"): -8 * (n - 2) * (3 * n**2 - 15 * n + 24),
+        ("cycles", "all3"): -8 * (3 * n2 - 15 * n + 16),
+        ("cycles", "ends"): -8 * (3 * n2 - 15 * n + 24),
+        ("cycles", "paths"): -8 * (n - 2) * (3 * n2 - 15 * n + 24),
     }
-    third = np.zeros(np.broadcast_shapes(mean.shape))
-    for (one, other), weight in weights.items():
-        third = third + weight * getattr(a, one) * getattr(b, other)
-        if one != other:
-            third = third + weight * getattr(a, other) * getattr(b, one)
-    return mean, variance, third / (n * (n - 1) * (n - 2) * (n - 3) * (n - 4) * (n - 5))
+    third = np.zeros(mean.shape)
+    for (first, second), weight in weights.items():
+        third = third + weight * getattr(a, first) * getattr(b, second)
+        if first != second:
+            third = third + weight * getattr(a, second) * getattr(b, first)
+    num_orders = n * (n - 1) * (n - 2) * (n - 3) * (n - 4) * (n - 5)
+    return mean, variance, third / num_orders
 
 
 @eqx.filter_jit
 def _invariants(
     gram: Callable[[Array], Prepared], stacks: list[Array], indices: Array
 ) -> Invariants:
-    """Return the sums over matrices of representations, by indices [representations, 2] of a stack and within it."""
+    """Return the sums over matrices of representations.
+
+    `indices` [representations, 2] are those of a stack, and of an item in it.
+    """
     # The code of the sums, most of the program, is compiled once for stacks of all widths.
     matrices = [lambda item, stack=stack: gram(stack[item]).entries for stack in stacks]
-    return jax.lax.map(
-        lambda index: invariants(jax.lax.switch(index[0], matrices, index[1])), indices
-    )
+
+    def of_item(index):
+        matrix = lax.switch(index[0], matrices, index[1])
+        return invariants(matrix)
+
+    return lax.map(of_item, indices)
 
 
 def log_orders(sets: Sequence[Items], units: Units) -> np.ndarray:
     """Return the logarithm of the number of orders that differ for each pair, [items, others]."""
     logs = []
-    for one in sets:
-        of_set = np.zeros(len(one.labels))
-        for stack, places in zip(one.arrays, one.places, strict=True):
-            of_set[places] = [
-                log_number(kinds_of(features, units)) for features in np.asarray(stack)
-            ]
+    for items in sets:
+        of_set = np.zeros(len(items.labels))
+        for stack, indices in items.stacks():
+            kinds = [kinds_of(features, units) for features in np.asarray(stack)]
+            of_set[indices] = list(map(log_number, kinds))
         logs.append(of_set)
-    of_all = log_number([np.arange(len(part)) for part in units])
+    of_all = log_number(_distinct(units))
     return logs[0][:, None] + logs[-1][None] - of_all
+
+
+def _invariants_of_pairs(gram: Any, sets: Sequence[Items]) -> tuple[Invariants, Invariants]:
+    """Return the sums of rows [items, 1] and of columns [1, others]."""
+    stacks_of_width = defaultdict(list)
+    indices = []  # of the representations of each set, in the order of its labels
+    for items in sets:
+        of_set = np.zeros((len(items.labels), 2), int)
+        for array, labels in items.stacks():
+            width = array.shape[2]
+            stacks = stacks_of_width[width]
+            start = sum(map(len, stacks))
+            of_set[labels, 0] = list(stacks_of_width).index(width)
+            of_set[labels, 1] = np.arange(start, start + len(labels))
+            stacks.append(np.asarray(array))
+        indices.append(of_set)
+
+    joined = [to_device(np.concatenate(stacks)) for stacks in stacks_of_width.values()]
+    sums = _invariants(gram, joined, to_device(np.concatenate(indices)))
+    sums = jax.device_get(sums)
+    num_rows = len(indices[0])
+    num_columns = len(indices[-1])
+    a = jax.tree.map(lambda numbers: numbers[:num_rows, None], sums)
+    b = jax.tree.map(lambda numbers: numbers[None, -num_columns:], sums)
+    return a, b
 
 
 def moment_p_values(
     values: Any, gram: Any, sets: Sequence[Items], log_numbers: np.ndarray
 ) -> np.ndarray:
-    """Return p-values of inner products of unit matrices over samples, [items, others], from Pearson's type III law.
+    """Return p-values [items, others] of inner products of unit matrices over samples.
 
-    It has the null's exact mean, variance and skewness. P-values below 1 / 1000 are extrapolated,
-    down to one over the number of orders that differ, of which `log_numbers` are logarithms.
+    They follow Pearson's type III law, which has the null's exact mean, variance and skewness.
+    P-values below 1 / 1000 are extrapolated, down to one over the number of orders that differ, of
+    which `log_numbers` are logarithms.
     """
     values = np.asarray(values, float)
-    sets = of_one_width(*sets) if len(sets) == 2 else sets
-    stacks: dict[int, list[np.ndarray]] = {}  # by width
-    indices: list[np.ndarray] = []  # of the representations of each set, in the order of its labels
-    for items in sets:
-        ordered = np.zeros((len(items.labels), 2), int)
-        for stack, labels in zip(items.arrays, items.places, strict=True):
-            own = stacks.setdefault(stack.shape[2], [])
-            place, before = list(stacks).index(stack.shape[2]), sum(map(len, own))
-            ordered[labels] = [(place, before + item) for item in range(len(labels))]
-            own.append(np.asarray(stack))
-        indices.append(ordered)
-    joined = [to_device(np.concatenate(own)) for own in stacks.values()]
-    sums = jax.device_get(_invariants(gram, joined, to_device(np.concatenate(indices))))
-    rows = len(indices[0])
-    columns = len(indices[-1])
-    a = Invariants(*(part[:rows, None] for part in sums))
-    b = Invariants(*(part[None, -columns:] for part in sums))
-    mean, variance, third = null_moments(a, b, sets[0].arrays[0].shape[1])
+    if len(sets) == 2:
+        sets = of_one_width(*sets)
+    a, b = _invariants_of_pairs(gram, sets)
+    mean, variance, third = null_moments(a, b, sets[0].number)
     with np.errstate(invalid="ignore", divide="ignore"):
         spread = np.sqrt(variance)
         skew = np.clip(third / spread**3, -1e3, 1e3)
+
     # If all orders score alike but for rounding, as for samples at equal distances, there is
     # nothing to test.
-    alike = np.isfinite(values) & (spread <= 1e-5 * np.abs(mean))
-    known = np.isfinite(values) & (spread > 0) & ~alike
+    is_finite = np.isfinite(values)
+    is_constant = is_finite & (spread <= 1e-5 * np.abs(mean))
+    is_tested = is_finite & (spread > 0) & ~is_constant
     # Three moments do not determine the far tail.
-    tail = np.maximum(stats.pearson3.sf(values, skew, loc=mean, scale=spread), LEAST_P_VALUE)
+    tail = stats.pearson3.sf(values, skew, loc=mean, scale=spread)
+    tail = np.maximum(tail, LEAST_P_VALUE)
     tail = np.maximum(tail, np.exp(-log_numbers))
-    return np.where(known, tail, np.where(alike, 1.0, np.nan))
+    untested = np.where(is_constant, 1.0, np.nan)
+    return np.where(is_tested, tail, untested)

@@ -1,6 +1,7 @@
 """Centred kernel alignment and distance correlation."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import equinox as eqx
@@ -19,10 +20,31 @@ from dissociation.similarity import _base as base
 from dissociation.similarity._base import Features, Form, OtherFeatures, Prepared, Score
 
 BLOCKS = 4
-"""Number of blocks of rows of a symmetric matrix. With 4 blocks, 5 / 8 of the entries are computed."""
+"""Number of blocks of rows of a symmetric matrix.
+
+With 4 blocks, 5 / 8 of the entries are computed.
+"""
 
 LONG = 8
 """Number of longest samples that debiased products over features separate."""
+
+
+Gram = Callable[..., Array]
+"""Function of features [n, p], and perhaps of flags of pairs [n, n], to a matrix over samples."""
+
+Centring = Callable[..., Array]
+"""Function of a matrix over samples, and perhaps of flags of pairs [n, n], to its centred form."""
+
+
+def _times(matrix: Array, vector: Array) -> Array:
+    """Return the product of a matrix and a vector."""
+    columns = product(matrix, vector[:, None])
+    return columns[:, 0]
+
+
+def _without_diagonal(matrix: Array) -> Array:
+    is_diagonal = jnp.eye(len(matrix), dtype=bool)
+    return jnp.where(is_diagonal, 0.0, matrix)
 
 
 def double_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
@@ -37,7 +59,7 @@ def u_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
     With K~ = K without its diagonal, A_ij = K~_ij - (r_i + r_j) / (n - 2) + s / ((n - 1)(n - 2)), r
     = K~ 1, s = 1^T r. HSIC_u(K, L) = <A, B> / (n (n - 3)). Source: Szekely and Rizzo (2014).
     """
-    number = gram.shape[0]
+    number = len(gram)
     off = 1 - jnp.eye(number, dtype=gram.dtype)
     gram = gram * off
     rows = jnp.sum(gram, 1) / (number - 2)
@@ -46,21 +68,23 @@ def u_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
 
 
 def u_centred_apart(gram: Float[Array, "n n"], apart: Bool[Array, "n n"]) -> Float[Array, "n n"]:
-    """Return the matrix of pairs `apart`, of two groups, less the nearest a_i + a_j, with zeros for all other pairs.
+    """Return the matrix of pairs `apart`, of two groups, less the nearest a_i + a_j, and else zero.
 
     Its rows sum to zero. With one sample in each group it is `u_centred`, and copies of samples
     change no inner product of two such matrices of norm 1.
     """
-    number = gram.shape[0]
+    number = len(gram)
     gram = jnp.where(apart, gram, 0.0)
-    away = apart.astype(gram.dtype)
-    sizes = number - jnp.sum(away, 1)
+    weights = apart.astype(gram.dtype)
+    sizes = number - jnp.sum(weights, 1)
     rows = jnp.sum(gram, 1)
+
     # Sums of r_i = (n - m_i) a_i + sum_j a_j - (sum over the group of i) over all samples, and over
     # a group.
     spare = number - 2 * sizes
     total = jnp.sum(rows / spare) / (1 + jnp.sum(1 / spare))
-    of_group = (jnp.sum(rows) - product(away, rows[:, None])[:, 0] - sizes * total) / spare
+    rows_outside = _times(weights, rows)
+    of_group = (jnp.sum(rows) - rows_outside - sizes * total) / spare
     shift = (rows - total + of_group) / (number - sizes)
     return jnp.where(apart, gram - shift[:, None] - shift[None], 0.0)
 
@@ -69,7 +93,8 @@ def double_centred_apart(
     gram: Float[Array, "n n"], apart: Bool[Array, "n n"]
 ) -> Float[Array, "n n"]:
     """Return H K H, with samples of one group as similar as a sample is to itself."""
-    return double_centred(jnp.where(apart, gram, jnp.diagonal(gram)[:, None]))
+    lengths = jnp.diagonal(gram)
+    return double_centred(jnp.where(apart, gram, lengths[:, None]))
 
 
 def linear_gram(x: Array, apart: Array | None = None) -> Array:
@@ -80,41 +105,44 @@ def linear_gram(x: Array, apart: Array | None = None) -> Array:
 
 def distance_gram(x: Array, apart: Array | None = None) -> Array:
     """Return distances, up to a power of two."""
-    return root(squared_distances(base.scaled(x)[0]))
+    x, _ = base.scaled(x)
+    return root(squared_distances(x))
 
 
 def rbf_gram(x: Array, apart: Array | None = None, *, scale: Scalar) -> Array:
-    """Return exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median distance of pairs, or of those `apart`."""
-    square = squared_distances(base.scaled(x)[0])
-    sigma = jnp.asarray(scale, x.dtype) * typical(root(square), apart)
+    """Return exp(-d^2 / (2 sigma^2)), with sigma `scale` times the median distance of pairs.
+
+    With `apart`, the median is over those pairs.
+    """
+    x, _ = base.scaled(x)
+    square = squared_distances(x)
+    distance = typical(root(square), apart)
+    sigma = jnp.asarray(scale, x.dtype) * distance
     return jnp.exp(-square / (2 * sigma**2))
 
 
-def _unit_gram(
-    gram: Callable[[Array], Array], centring: Callable[[Array], Array], x: Array
-) -> Prepared:
+def _unit_gram(gram: Gram, centring: Centring, x: Array) -> Prepared:
+    """Return a centred matrix over samples, of norm 1."""
     matrix = gram(x)
-    entries = base.unit(base.apart_from_rounding(centring(matrix), matrix))
-    return Prepared(entries, _mean_part(jnp.trace(entries), x.shape[0]))
+    centred = base.apart_from_rounding(centring(matrix), matrix)
+    entries = base.unit(centred)
+    mean = _mean_part(jnp.trace(entries), len(x))
+    return Prepared(entries, mean)
 
 
-def _gram_apart(
-    gram: Callable[[Array, Array], Array],
-    centring: Callable[[Array, Array], Array],
-    x: Array,
-    groups: Array,
-) -> Prepared:
+def _gram_apart(gram: Gram, centring: Centring, x: Array, groups: Array) -> Prepared:
+    """Return a centred matrix over pairs of samples of two groups, of norm 1."""
     apart = groups[:, None] != groups[None]
     matrix = gram(x, apart)
-    return Prepared(
-        base.unit(base.apart_from_rounding(centring(matrix, apart), matrix)), jnp.zeros((), x.dtype)
-    )
+    centred = base.apart_from_rounding(centring(matrix, apart), matrix)
+    mean = jnp.zeros((), x.dtype)
+    return Prepared(base.unit(centred), mean)
 
 
 def _form_apart(
-    gram: Callable[[Array, Array], Array],
-    centring: Callable[[Array, Array], Array],
-    compare: Callable[[Prepared, Prepared], Array] = base.inner,
+    gram: Gram,
+    centring: Centring,
+    compare: Callable[..., Array] = base.inner,
     minimum: int = 2,
 ) -> Form:
     """Return the form for samples in groups."""
@@ -123,31 +151,37 @@ def _form_apart(
 
 
 def _half_gram(debiased: bool, x: Array) -> Prepared:
-    """Return the blocks of K on and above the diagonal, with weights by which `inner` equals that of whole matrices."""
+    """Return the blocks of K on and above the diagonal.
+
+    By their weights, `inner` of blocks equals that of whole matrices.
+    """
     x, _ = base.centred(x)
-    number, width = x.shape[0], -(-x.shape[0] // BLOCKS)
-    lengths, entries = jnp.sum(x**2, 1), []
-    shift = (0.5 * jnp.sum(lengths) / (number - 1) - lengths) / (
-        number - 2
-    )  # as `u_centred`, where rows sum to zero
+    number = len(x)
+    width = -(-number // BLOCKS)
+    lengths = jnp.sum(x**2, 1)
+    # As in `u_centred`, where rows sum to zero.
+    shift = (0.5 * jnp.sum(lengths) / (number - 1) - lengths) / (number - 2)
+
+    blocks = []
     for start in range(0, number, width):
-        rows, count = slice(start, start + width), number - start
+        rows = slice(start, start + width)
+        count = number - start
         weights = jnp.where(jnp.arange(count) < width, 1, 2**0.5)
-        block = product(x[rows], (x[start:] * weights[:, None]).T)
+        weighted = x[start:] * weights[:, None]
+        block = product(x[rows], weighted.T)
         if debiased:
-            off = jnp.eye(block.shape[0], count, dtype=bool)
-            block = jnp.where(
-                off, 0, block - (shift[rows, None] + shift[None, start:]) * weights[None]
-            )
-        entries.append(block)
-    largest = base.apart_from_rounding(
-        jnp.stack([jnp.max(jnp.abs(block)) for block in entries]), lengths
-    )[0]
-    norm = jnp.sqrt(sum(jnp.sum(block**2) for block in entries)) + 0 * largest
-    return Prepared(
-        [block / norm for block in entries],
-        _mean_part((0 if debiased else jnp.sum(lengths)) / norm, number),
-    )
+            is_diagonal = jnp.eye(len(block), count, dtype=bool)
+            shifts = shift[rows, None] + shift[None, start:]
+            block = jnp.where(is_diagonal, 0, block - shifts * weights[None])
+        blocks.append(block)
+
+    sizes = jnp.stack([jnp.max(jnp.abs(block)) for block in blocks])
+    size = base.apart_from_rounding(sizes, lengths)[0]
+    squares = sum(jnp.sum(block**2) for block in blocks)
+    norm = jnp.sqrt(squares) + 0 * size  # NaN if only rounding remains
+    trace = 0 if debiased else jnp.sum(lengths)
+    mean = _mean_part(trace / norm, number)
+    return Prepared([block / norm for block in blocks], mean)
 
 
 def _mean_part(trace: Array, number: int) -> Array:
@@ -157,9 +191,13 @@ def _mean_part(trace: Array, number: int) -> Array:
 
 
 def _plain_features(x: Array) -> Prepared:
+    """Return centred features, divided so that |Xc^T Xc| is 1."""
     x, _ = base.centred(x)
-    own = jnp.sqrt(jnp.sum(product(x.T, x) ** 2))
-    return Prepared(x / jnp.sqrt(own), _mean_part(jnp.sum(x**2) / own, x.shape[0]))
+    covariance = product(x.T, x)
+    norm = jnp.sqrt(jnp.sum(covariance**2))
+    trace = jnp.sum(x**2) / norm
+    mean = _mean_part(trace, len(x))
+    return Prepared(x / jnp.sqrt(norm), mean)
 
 
 class _Debiased(NamedTuple):
@@ -171,52 +209,85 @@ class _Debiased(NamedTuple):
 
 
 def _longest(lengths: Array) -> tuple[Array, Array]:
-    """Return indices of the longest samples, and flags of the others."""
-    number = lengths.shape[0]
-    # Long samples would cancel what the others have in common.
-    places = lax.top_k(lax.stop_gradient(lengths), min(LONG, number // 4))[1]
-    return places, jnp.ones(number, bool).at[places].set(False)[:, None]
+    """Return indices of the longest samples, and flags of all but these, [n, 1]."""
+    number = len(lengths)
+    count = min(LONG, number // 4)
+    # Long samples would cancel what all others have in common.
+    _, longest = lax.top_k(lax.stop_gradient(lengths), count)
+    is_short = jnp.ones(number, bool).at[longest].set(False)
+    return longest, is_short[:, None]
 
 
 def _debiased_features(x: Array) -> _Debiased:
+    """Return features whose debiased product with themselves is 1."""
     x, _ = base.centred(x)
-    long, rest = _longest(jnp.sum(x**2, 1))
-    x = x - (jnp.sum(jnp.where(rest, x, 0.0), 0) / (x.shape[0] - len(long)))[None]
+    longest, is_short = _longest(jnp.sum(x**2, 1))
+    num_short = len(x) - len(longest)
+    short_mean = jnp.sum(jnp.where(is_short, x, 0.0), 0) / num_short
+    x = x - short_mean[None]
+
     lengths = jnp.sum(x**2, 1)
-    total = jnp.sum(jnp.where(rest, x, 0.0), 0)  # of the others
-    among = jnp.where(jnp.eye(len(long), dtype=bool), 0.0, product(x[long], x[long].T))
-    sums = product(x, (total + jnp.sum(x[long], 0))[:, None])[:, 0] - lengths
-    sums = sums.at[long].set(product(x[long], total[:, None])[:, 0] + jnp.sum(among, 1))
-    own = jnp.sqrt(base.apart_from_rounding(*_debiased_product(*[_Debiased(x, lengths, sums)] * 2)))
-    return _Debiased(x / jnp.sqrt(own), lengths / own, sums / own)
+    short_sum = jnp.sum(jnp.where(is_short, x, 0.0), 0)
+    x_long = x[longest]
+    sums = _times(x, short_sum + jnp.sum(x_long, 0)) - lengths
+    among = _without_diagonal(product(x_long, x_long.T))
+    long_sums = _times(x_long, short_sum) + jnp.sum(among, 1)
+    sums = sums.at[longest].set(long_sums)
+
+    features = _Debiased(x, lengths, sums)
+    square, terms = _debiased_product(features, features)
+    norm = jnp.sqrt(base.apart_from_rounding(square, terms))
+    return _Debiased(x / jnp.sqrt(norm), lengths / norm, sums / norm)
 
 
 def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
     """Return the product, and the sizes of its terms, whose rounding it carries."""
-    n = float(a.entries.shape[0])  # products of integers are soon beyond 32 bits
+    n = float(len(a.entries))  # products of integers are soon beyond 32 bits
     squares = a.lengths * b.lengths
-    long, rest = _longest(squares)
-    (x_long, x), (y_long, y) = (
-        (one.entries[long], jnp.where(rest, one.entries, 0.0)) for one in (a, b)
-    )
+    longest, is_short = _longest(squares)
+    x_long = a.entries[longest]
+    y_long = b.entries[longest]
+    x = jnp.where(is_short, a.entries, 0.0)
+    y = jnp.where(is_short, b.entries, 0.0)
+
     crossed = product(x.T, y)
-    among = jnp.where(
-        jnp.eye(len(long), dtype=bool), 0.0, product(x_long, x_long.T) * product(y_long, y_long.T)
-    )
-    terms = [jnp.sum(crossed**2), -jnp.sum(jnp.where(rest[:, 0], squares, 0.0)), jnp.sum(among)]
-    terms += [
-        2 * jnp.sum(product(x_long, crossed) * y_long),
+    long_products = product(x_long, x_long.T) * product(y_long, y_long.T)
+    among = _without_diagonal(long_products)
+    short_squares = jnp.where(is_short[:, 0], squares, 0.0)
+    long_crossed = product(x_long, crossed)
+    sums = jnp.sum(a.sums) * jnp.sum(b.sums)
+    terms = [
+        jnp.sum(crossed**2),
+        -jnp.sum(short_squares),
+        jnp.sum(among),
+        2 * jnp.sum(long_crossed * y_long),
         -2 / (n - 2) * jnp.sum(a.sums * b.sums),
+        sums / ((n - 1) * (n - 2)),
     ]
-    terms += [jnp.sum(a.sums) * jnp.sum(b.sums) / ((n - 1) * (n - 2))]
-    return sum(terms, jnp.zeros_like(terms[0])), jnp.stack([jnp.abs(term) for term in terms])
+    total = sum(terms, jnp.zeros_like(terms[0]))
+    return total, jnp.stack([jnp.abs(term) for term in terms])
+
+
+def _linear_product(a: Prepared, b: Prepared) -> Array:
+    crossed = product(a.entries.T, b.entries)
+    return jnp.sum(crossed**2)
+
+
+def _no_mean(a: _Debiased, b: _Debiased) -> Array:
+    lengths = a.lengths[0] * b.lengths[0]
+    return jnp.zeros_like(lengths)
+
+
+def _clipped_product(a: _Debiased, b: _Debiased) -> Array:
+    total, _ = _debiased_product(a, b)
+    return jnp.clip(total, -1.0, 1.0)
 
 
 # Products over features are cheaper for few features, and products over samples for many features
 # or pairs. The moments of the null distribution need the matrix over samples.
 LINEAR_CKA = Form(
     _plain_features,
-    lambda a, b: jnp.sum(product(a.entries.T, b.entries) ** 2),
+    _linear_product,
     base.inner_mean,
     eqx.Partial(_unit_gram, linear_gram, lambda gram: gram),  # of centred features
     half=eqx.Partial(_half_gram, False),
@@ -224,8 +295,8 @@ LINEAR_CKA = Form(
 
 DEBIASED_CKA = Form(
     _debiased_features,
-    lambda a, b: jnp.clip(_debiased_product(a, b)[0], -1.0, 1.0),
-    lambda a, b: jnp.zeros_like(a.lengths[0] * b.lengths[0]),
+    _clipped_product,
+    _no_mean,
     eqx.Partial(_unit_gram, linear_gram, u_centred),
     half=eqx.Partial(_half_gram, True),
     minimum=4,
@@ -246,17 +317,17 @@ DISTANCE_CORRELATION = Form(
 
 @validated
 def rbf_form(
-    centring: Callable[[Array], Array],
-    centring_apart: Callable[[Array, Array], Array],
-    minimum: int,
-    *,
-    scale: Scalar = 1.0,
+    centring: Centring, centring_apart: Centring, minimum: int, *, scale: Scalar = 1.0
 ) -> Form:
     check_positive("scale", scale)
     kernel = eqx.Partial(rbf_gram, scale=to_device(scale, float))
     gram = eqx.Partial(_unit_gram, kernel, centring)
     apart = _form_apart(kernel, centring_apart, minimum=minimum)
     return Form(gram, base.inner, base.inner_mean, gram, minimum=minimum, apart=apart)
+
+
+rbf_cka_form = partial(rbf_form, double_centred, double_centred_apart, 2)
+debiased_rbf_cka_form = partial(rbf_form, u_centred, u_centred_apart, 4)
 
 
 @validated(finite=("x", "y"))
@@ -332,7 +403,7 @@ def rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
     References:
         Kornblith et al. (2019), section 3.
     """
-    return base.evaluate(rbf_form(double_centred, double_centred_apart, 2, scale=scale), x, y)
+    return base.evaluate(rbf_cka_form(scale=scale), x, y)
 
 
 @validated(finite=("x", "y"))
@@ -350,12 +421,14 @@ def debiased_rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> S
     References:
         Song et al. (2012), theorem 2.
     """
-    return base.evaluate(rbf_form(u_centred, u_centred_apart, 4, scale=scale), x, y)
+    return base.evaluate(debiased_rbf_cka_form(scale=scale), x, y)
 
 
 @validated(finite=("x", "y"))
 def distance_correlation(x: Features, y: OtherFeatures) -> Score:
-    """Return distance correlation, sqrt(<A, B> / (|A| |B|)) of doubly centred matrices of Euclidean distances.
+    """Return distance correlation, sqrt(<A, B> / (|A| |B|)).
+
+    A and B are doubly centred matrices of Euclidean distances.
 
     In the limit it is zero if and only if x and y are independent. At finite n it is biased
     upwards: independent normal features score 0.41 at n = 1000 and p = q = 50.

@@ -26,6 +26,10 @@ LARGEST_ASSIGNMENT = 4096
 """Largest number of repeated neurons for an assignment, in place of a linear programme."""
 
 
+Match = Callable[[Array | np.ndarray], np.ndarray]
+"""Function of correlations [p, q] to the mean correlation of matched neurons, on the host."""
+
+
 def _standardised(x: Array) -> Array:
     """Return columns of mean zero and length 1, or zero for columns without variance."""
     x, _ = centred(x)
@@ -35,31 +39,40 @@ def _standardised(x: Array) -> Array:
 
 
 def _hard(correlations: Array | np.ndarray) -> np.ndarray:
+    """Return the largest mean correlation of a one-to-one matching."""
     table = np.asarray(correlations)
-    rows, columns = optimize.linear_sum_assignment(table, maximize=True)
-    return np.asarray(table[rows, columns].mean(), table.dtype)
+    matching = optimize.linear_sum_assignment(table, maximize=True)
+    return np.asarray(table[matching].mean(), table.dtype)
 
 
 def _soft(correlations: Array | np.ndarray) -> np.ndarray:
+    """Return the largest mean correlation of a transport plan with uniform marginals."""
     table = np.asarray(correlations)
     p, q = table.shape
     common = math.gcd(p, q)
     if p * q // common <= LARGEST_ASSIGNMENT:  # a plan between copies of equal weight
-        return _hard(np.repeat(np.repeat(table, q // common, 0), p // common, 1))
+        repeated = np.repeat(table, q // common, 0)
+        return _hard(np.repeat(repeated, p // common, 1))
+
     rows = sparse.kron(sparse.eye(p), np.ones((1, q)))
     columns = sparse.kron(np.ones((1, p)), sparse.eye(q))
-    margins = np.concatenate([np.full(p, 1 / p), np.full(q, 1 / q)])
     constraints = sparse.vstack([rows, columns]).tocsr()
-    found = optimize.linprog(-table.ravel(), A_eq=constraints, b_eq=margins, method="highs")
-    return np.asarray(-found.fun if found.success else np.nan, table.dtype)
+    margins = np.concatenate([np.full(p, 1 / p), np.full(q, 1 / q)])
+    plan = optimize.linprog(-table.ravel(), A_eq=constraints, b_eq=margins, method="highs")
+    optimum = np.nan
+    if plan.success:
+        optimum = -plan.fun
+    return np.asarray(optimum, table.dtype)
 
 
-def _on_host(match: Callable[[Array | np.ndarray], np.ndarray], a: Array, b: Array) -> Array:
+def _on_host(match: Match, a: Array, b: Array) -> Array:
+    """Return the mean correlation of matched neurons, with no derivative."""
     correlations, undefined = finite_part(product(a.T, b))
     # The callback would otherwise fail with an error that does not name the measure.
     correlations = no_derivative(correlations, "A matching of neurons")
-    kind = jax.ShapeDtypeStruct((), correlations.dtype)
-    return jax.pure_callback(match, kind, correlations, vmap_method="sequential") + undefined
+    number = jax.ShapeDtypeStruct((), correlations.dtype)
+    mean = jax.pure_callback(match, number, correlations, vmap_method="sequential")
+    return mean + undefined
 
 
 HARD_MATCHING = Form(_standardised, eqx.Partial(_on_host, _hard))
@@ -93,9 +106,9 @@ def hard_matching(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def soft_matching(x: Features, y: OtherFeatures) -> Score:
-    """Return the largest sum_ij T_ij c_ij of correlations over transport plans T with marginals 1 / p and 1 / q.
+    """Return the largest sum_ij T_ij c_ij of correlations over transport plans T.
 
-    At equal widths it equals `hard_matching`.
+    The marginals of T are 1 / p and 1 / q. At equal widths it equals `hard_matching`.
 
     Args:
         x: Features, [n, p].

@@ -1,6 +1,7 @@
-"""Orders of samples, under which two independent representations are as similar as in the given order."""
+"""Orders of samples. Two independent representations are as similar in any of them."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -13,60 +14,85 @@ from scipy.special import gammaln
 from dissociation._core.types import PRNGKey
 
 Units = list[np.ndarray]
-"""Rows that move together, [units, rows of each], in one array per number of rows."""
+"""Rows that move together, [units, rows of a unit], in one array per number of rows."""
 
 Kinds = list[np.ndarray]
-"""Number of the kind of each unit, [units], in one array per array of `Units`; equal units are of one kind."""
+"""Number of the kind of each unit, [units], in one array per array of `Units`.
+
+Equal units are of one kind.
+"""
+
+
+def stacked_by_length(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return arrays [n] stacked by their length n, from the shortest."""
+    arrays_of_length = defaultdict(list)
+    for array in arrays:
+        arrays_of_length[len(array)].append(array)
+    return [np.stack(arrays_of_length[length]) for length in sorted(arrays_of_length)]
 
 
 def units_of(
-    number: int, repeats: int = 1, each: int = 1, groups: np.ndarray | None = None
+    number: int, repeats: int = 1, num_positions: int = 1, groups: np.ndarray | None = None
 ) -> Units:
-    """Return the units of samples that occur `repeats` times and have `each` positions: samples, or groups [n]."""
-    rows = np.arange(number).reshape(repeats, -1, each)
+    """Return the units of samples, or those of groups [n].
+
+    Samples occur `repeats` times and have `num_positions` positions.
+    """
+    rows = np.arange(number).reshape(repeats, -1, num_positions)
     rows = rows.swapaxes(0, 1).reshape(rows.shape[1], -1)
     if groups is None:
         return [rows]
     of_samples = groups[rows[:, 0]]
-    units = [rows[of_samples == group].reshape(-1) for group in range(of_samples.max() + 1)]
-    return [
-        np.stack([unit for unit in units if len(unit) == size])
-        for size in sorted(set(map(len, units)))
-    ]
+    num_groups = of_samples.max() + 1
+    units = [rows[of_samples == group].reshape(-1) for group in range(num_groups)]
+    return stacked_by_length(units)
 
 
 def kinds_of(features: np.ndarray, units: Units) -> Kinds:
     """Return the kinds of units, by equality of their features [n, p]."""
-    words = np.ascontiguousarray(features + 0.0).view(np.uint32).astype(np.uint64)  # -0 equals 0
+    numbers = np.ascontiguousarray(features + 0.0)  # -0 equals 0
+    words = numbers.view(np.uint32).astype(np.uint64)
     # Sums of integers do not round: equal rows have equal sums, and others differ but for chance.
-    factors = np.random.Philox(key=2).random_raw(words.shape[1]) | np.uint64(1)
+    draws = np.random.Philox(key=2).random_raw(words.shape[1])
+    factors = draws | np.uint64(1)
     sums = words @ factors
-    return [np.unique(sums[rows], axis=0, return_inverse=True)[1].reshape(-1) for rows in units]
+
+    kinds = []
+    for rows in units:
+        _, kind = np.unique(sums[rows], axis=0, return_inverse=True)
+        kinds.append(kind.reshape(-1))
+    return kinds
 
 
 def log_number(kinds: Kinds) -> float:
     """Return the logarithm of the number of orders that differ, for units of these kinds."""
     total = 0.0
     for of_size in kinds:
-        total += gammaln(len(of_size) + 1) - gammaln(np.bincount(of_size) + 1).sum()
+        repeats = gammaln(np.bincount(of_size) + 1)
+        total += gammaln(len(of_size) + 1) - repeats.sum()
     return float(total)
 
 
 def all_orders(units: Units, kinds: Kinds) -> np.ndarray:
-    """Return all orders that differ for units of these kinds, without the given one, [orders, n]."""
-    per_size = [list(_arrangements(np.bincount(of_size).tolist())) for of_size in kinds]
+    """Return all orders that differ for units of these kinds, except the identity, [orders, n]."""
+    choices = []
+    for of_size in kinds:
+        counts = np.bincount(of_size).tolist()
+        choices.append(list(_arrangements(counts)))
+
     orders = []
-    for arrangements in itertools.product(*per_size):
-        moved = []
+    for arrangements in itertools.product(*choices):
+        moves = []
+        is_moved = False
         for of_size, arrangement in zip(kinds, arrangements, strict=True):
-            places = np.empty(len(of_size), int)
-            places[np.argsort(arrangement, kind="stable")] = np.argsort(of_size, kind="stable")
-            moved.append(places)
-        if any(
-            (of_size[places] != of_size).any() for of_size, places in zip(kinds, moved, strict=True)
-        ):
-            orders.append(_rows(units, [places[None] for places in moved])[0])
-    return np.array(orders, int).reshape(len(orders), sum(part.size for part in units))
+            move = np.empty(len(of_size), int)
+            move[np.argsort(arrangement, kind="stable")] = np.argsort(of_size, kind="stable")
+            is_moved = is_moved or (of_size[move] != of_size).any()
+            moves.append(move[None])
+        if is_moved:
+            orders.append(_rows(units, moves)[0])
+    num_rows = sum(rows.size for rows in units)
+    return np.array(orders, int).reshape(len(orders), num_rows)
 
 
 def random_orders(
@@ -77,43 +103,45 @@ def random_orders(
     `blocks="shuffled"` permutes units of one size. `blocks="contiguous"` shifts all cyclically, by
     another number in each order, so that neighbours in a time series stay neighbours.
     """
-    sizes = tuple(len(part) for part in units)
-    return _rows(units, jax.device_get(_drawn(key, count, sizes, blocks == "contiguous")))
+    sizes = tuple(map(len, units))
+    orders = jax.device_get(_drawn(key, count, sizes, blocks == "contiguous"))
+    return _rows(units, orders)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _drawn(key: PRNGKey, count: int, sizes: Sequence[int], shifted: bool) -> list[Array]:
     """Return orders of the units of each size, [orders, units]."""
     orders = []
-    for place, size in enumerate(sizes):
-        own = jax.random.fold_in(key, place) if place else key
+    for index, size in enumerate(sizes):
+        size_key = key
+        if index:
+            size_key = jax.random.fold_in(key, index)
         if shifted:
             # Cyclic shifts keep the dependence of neighbours in a time series.
-            shifts = 1 + jax.random.permutation(own, size - 1)[:count]
+            shifts = 1 + jax.random.permutation(size_key, size - 1)[:count]
             orders.append((jnp.arange(size)[None] + shifts[:, None]) % size)
         else:
-            orders.append(
-                jax.vmap(lambda one, size=size: jax.random.permutation(one, size))(
-                    jax.random.split(own, count)
-                )
-            )
+            keys = jax.random.split(size_key, count)
+            permute = jax.vmap(lambda key, size=size: jax.random.permutation(key, size))
+            orders.append(permute(keys))
     return orders
 
 
 def _rows(units: Units, orders: Sequence[np.ndarray]) -> np.ndarray:
     """Return orders of rows, [orders, n], from orders of the units of each size."""
-    rows = np.empty((len(orders[0]), sum(part.size for part in units)), int)
-    for part, order in zip(units, orders, strict=True):
-        rows[:, part.ravel()] = part[order].reshape(len(order), -1)
-    return rows
+    num_rows = sum(rows.size for rows in units)
+    orders_of_rows = np.empty((len(orders[0]), num_rows), int)
+    for rows, order in zip(units, orders, strict=True):
+        orders_of_rows[:, rows.ravel()] = rows[order].reshape(len(order), -1)
+    return orders_of_rows
 
 
 def _arrangements(counts: list[int]) -> Iterator[list[int]]:
     """Yield every sequence that holds each number i `counts[i]` times."""
     if not any(counts):
         yield []
-    for kind, left in enumerate(counts):
-        if left:
-            fewer = [*counts[:kind], left - 1, *counts[kind + 1 :]]
-            for rest in _arrangements(fewer):
-                yield [kind, *rest]
+    for kind, count in enumerate(counts):
+        if count:
+            remaining = [*counts[:kind], count - 1, *counts[kind + 1 :]]
+            for arrangement in _arrangements(remaining):
+                yield [kind, *arrangement]

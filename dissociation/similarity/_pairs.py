@@ -1,7 +1,8 @@
 """Comparison of all pairs of representations of layers and members."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -40,7 +41,16 @@ SPECTRAL = (
     "angular_distance",
     "partial_whitening_distance",
 )
-"""Measures with half of this limit: sums of singular values keep more bias than the first order removes."""
+"""Measures with half of this limit.
+
+Sums of singular values keep more bias than the first order removes.
+"""
+
+
+Table = Float[Array, "..."] | None
+
+Labels = tuple[tuple[str, int], ...]
+"""Layer and member of each item."""
 
 
 class Similarities(Result):
@@ -70,17 +80,17 @@ class Similarities(Result):
     """
 
     values: Float[Array, "..."]
-    estimate: Float[Array, "..."] | None
-    baseline: Float[Array, "..."] | None
-    standard_error: Float[Array, "..."] | None
-    low: Float[Array, "..."] | None
-    high: Float[Array, "..."] | None
+    estimate: Table
+    baseline: Table
+    standard_error: Table
+    low: Table
+    high: Table
     p_values: Float[Array | np.ndarray, "..."] | None
-    disagreement: Float[Array, "..."] | None
-    jensen_shannon: Float[Array, "..."] | None
-    output_similarity: Float[Array, "..."] | None
-    items: tuple[tuple[str, int], ...] = eqx.field(static=True)
-    others: tuple[tuple[str, int], ...] = eqx.field(static=True)
+    disagreement: Table
+    jensen_shannon: Table
+    output_similarity: Table
+    items: Labels = eqx.field(static=True)
+    others: Labels = eqx.field(static=True)
     measure: str = eqx.field(static=True)
     num_samples: int = eqx.field(static=True)
     counts_once: bool = eqx.field(static=True)
@@ -91,18 +101,21 @@ class Similarities(Result):
 
     def axis_coordinates(self) -> dict[str, tuple[str, np.ndarray]]:
         """Return the labels of rows and columns, by name: an axis and its values."""
-        found = {}
+        coordinates = {}
         for axis, stem, pairs in (("items", "item", self.items), ("others", "other", self.others)):
-            found[axis] = axis, np.asarray([f"{layer} {member}" for layer, member in pairs])
-            found[f"{stem}_layers"] = axis, np.asarray([layer for layer, _ in pairs])
-            found[f"{stem}_members"] = axis, np.asarray([member for _, member in pairs])
-        return found
+            labels = [f"{layer} {member}" for layer, member in pairs]
+            layers = [layer for layer, _ in pairs]
+            members = [member for _, member in pairs]
+            coordinates[axis] = (axis, np.asarray(labels))
+            coordinates[f"{stem}_layers"] = (axis, np.asarray(layers))
+            coordinates[f"{stem}_members"] = (axis, np.asarray(members))
+        return coordinates
 
     def bars(self) -> tuple[Array, Array]:
-        """Return `estimate`, [pairs], and its distances to `low` and `high`, [2, pairs], for `errorbar`.
+        """Return `estimate`, [pairs], and its distances to `low` and `high`, [2, pairs].
 
-        Tables are flattened row by row. `values` have no bars because they may lie outside of the
-        interval.
+        They are for `errorbar`. Tables are flattened row by row. `values` have no bars because they
+        may lie outside of the interval.
 
         Raises:
             ValueError: If there are no intervals.
@@ -110,7 +123,9 @@ class Similarities(Result):
         if self.estimate is None or self.low is None or self.high is None:
             fail("num_blocks", "be given for intervals", "None")
         middle = self.estimate.reshape(-1)
-        return middle, jnp.stack([middle - self.low.reshape(-1), self.high.reshape(-1) - middle])
+        below = middle - self.low.reshape(-1)
+        above = self.high.reshape(-1) - middle
+        return middle, jnp.stack([below, above])
 
     def between(self, layer: str, other: str | None = None) -> Array:
         """Return the values of one layer's members with another's, [members, members].
@@ -119,17 +134,16 @@ class Similarities(Result):
             layer: Layer of the rows; "features" is the last hidden layer of networks with "logits".
             other: Layer of the columns, by default `layer`.
         """
-        other, places = layer if other is None else other, []
-        for name, wanted, pairs in (("layer", layer, self.items), ("other", other, self.others)):
-            layers = [label for label, _ in pairs]
-            wanted = layer_named(name, wanted, layers)
-            places.append([place for place, label in enumerate(layers) if label == wanted])
-        return self.values[np.ix_(*places)]
+        column_layer = layer if other is None else other
+        rows = _indices_of("layer", layer, self.items)
+        columns = _indices_of("other", column_layer, self.others)
+        return self.values[np.ix_(rows, columns)]
 
     def corrected(self, method: str = "holm") -> Array | np.ndarray | None:
-        """Return p-values corrected for the number of pairs by `adjust_p_values`, or None without p-values.
+        """Return p-values corrected for the number of pairs by `adjust_p_values`.
 
-        In a symmetric table each pair counts once. Items with themselves are not tested.
+        Without p-values, return None. In a symmetric table each pair counts once. Items with
+        themselves are not tested.
 
         Args:
             method: One of "holm", "bh", "by" and "none".
@@ -142,6 +156,87 @@ class Similarities(Result):
         values[np.tril_indices(len(values))] = np.nan
         values = inference.adjust_p_values(values, method)
         return np.fmax(values, values.T)
+
+
+def _indices_of(argument: str, layer: str, labels: Sequence[tuple[str, int]]) -> list[int]:
+    """Return the indices of a layer's members among labels."""
+    layers = [name for name, _ in labels]
+    layer = layer_named(argument, layer, layers)
+    return [index for index, name in enumerate(layers) if name == layer]
+
+
+class _Samples(NamedTuple):
+    """Rows of all representations, and how they may be divided and reordered."""
+
+    number: int  # rows
+    repeats: int  # of all conditions
+    num_positions: int  # rows of one sample
+    groups: np.ndarray | None  # group of each row
+    blocks: str  # one of `inference.BLOCKS`
+
+    @property
+    def are_exchangeable(self) -> bool:
+        """Return True if moments and expected values over all orders hold."""
+        return self.blocks == "shuffled" and self.num_positions == 1 and self.groups is None
+
+    def default_blocks(self, form: Form) -> int | None:
+        """Return the number of blocks for one pair, or None if there are too few samples."""
+        rows_per_sample = self.num_positions * self.repeats
+        if self.groups is None:
+            num_units = self.number // self.repeats // self.num_positions
+        else:
+            num_units = int(self.groups.max()) + 1
+            if num_units <= form.minimum:
+                return None
+        if num_units >= DEFAULT_BLOCKS or (num_units - 1) * rows_per_sample >= form.minimum:
+            return min(num_units, DEFAULT_BLOCKS)
+        return None
+
+
+class _Null(NamedTuple):
+    """Orders of samples for tests and for values by chance."""
+
+    log_numbers: np.ndarray  # logarithms of numbers of orders that differ, of each pair; or 0
+    orders: np.ndarray | None = None  # [orders, n]
+    are_all: bool = False  # True if the orders are all that differ
+    too_few: bool = False  # True if too few orders exchange groups
+    has_baseline: bool = False  # True if the orders give values by chance
+
+
+def _null(
+    form: Form,
+    sets: Sequence[Items],
+    samples: _Samples,
+    num_orders: int | None,
+    key: Any,
+    *,
+    tests: bool,
+    baseline: bool,
+) -> _Null:
+    """Return the orders of samples that tests and values by chance need."""
+    # Moments hold for exchangeable samples.
+    by_moments = form.gram is not None and samples.are_exchangeable
+    units = units_of(samples.number, samples.repeats, samples.num_positions, samples.groups)
+    log_numbers = np.zeros(())
+    if tests and by_moments and inference.FEWEST <= samples.number <= inference.MOST:
+        log_numbers = inference.log_orders(sets, units)
+    is_few = log_numbers < np.log(inference.FEWEST_ORDERS)
+    tests = tests and bool(is_few.any())
+    has_baseline = baseline and (form.expected is None or not samples.are_exchangeable)
+    if not tests and not has_baseline:
+        return _Null(log_numbers)
+
+    # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
+    count = 5 if samples.are_exchangeable else 20
+    if tests:
+        count = 199
+    if num_orders is not None:
+        count = check_count("num_orders", num_orders, minimum=1)
+    if key is None:
+        key = jax.random.key(0)
+    too_few = samples.groups is not None and inference.warn_few_exchanges(units)
+    orders, are_all = inference.orders_of(sets, key, count, units, blocks=samples.blocks)
+    return _Null(log_numbers, orders, are_all, too_few, has_baseline)
 
 
 @validated
@@ -223,86 +318,107 @@ def pairwise(
         TypeError: If representations are of another type.
     """
     check_level(level)
-    known = as_measure(measure)
-    form = known.with_options(**options)
-    axes = {"members": members, "positions": positions, "channels": channels}
-    first = as_items("representations" if others is None else "x", representations, **axes)
-    second = first if others is None else as_items("y", others, **axes)
-    sets, within = [first] if others is None else [first, second], others is None
-    number, each = check_sets(sets, known), max(one.each for one in sets)
-    numbers = inference.groups_of(sets, known, groups, blocks)
-    form = form.grouped(numbers)
-    units = number // known.repeats // each if numbers is None else int(numbers.max()) + 1
-    one_pair = not within and len(first.labels) == len(second.labels) == 1
-    p_values = one_pair if p_values is None else p_values
+    measure = as_measure(measure)
+    form = measure.with_options(**options)
+    read = partial(as_items, members=members, positions=positions, channels=channels)
+    is_within = others is None
+    first = read("representations" if is_within else "x", representations)
+    second = first
+    sets = [first]
+    if not is_within:
+        second = read("y", others)
+        sets = [first, second]
+    number = check_sets(sets, measure)
+    num_positions = max(items.num_positions for items in sets)
+    groups = inference.groups_of(sets, measure, groups, blocks)
+    form = form.grouped(groups)
+
+    samples = _Samples(number, measure.repeats, num_positions, groups, blocks)
+    is_pair = not is_within and len(first.labels) == len(second.labels) == 1
     if num_blocks == "auto":
-        enough = units >= DEFAULT_BLOCKS or (units - 1) * each * known.repeats >= form.minimum
-        enough = enough and (numbers is None or units > form.minimum)
-        num_blocks = min(units, DEFAULT_BLOCKS) if one_pair and enough else None
-    kept = []
-    if num_blocks is not None:
-        kept = inference.kept_rows(number, num_blocks, blocks, known.repeats, each, numbers)
-    check_fit(sets, form, number, kept, numbers)
+        num_blocks = samples.default_blocks(form) if is_pair else None
+    subsets = inference.kept_rows(
+        number, num_blocks, blocks, measure.repeats, num_positions, groups
+    )
+    check_fit(sets, form, number, subsets, groups)
     _warn_dropped(form, sets)
-    symmetric = within and known.symmetric
-    # Moments and expected values hold for exchangeable samples.
-    alike = blocks == "shuffled" and each == 1 and numbers is None
-    by_moments = form.gram is not None and alike and inference.FEWEST <= number <= inference.MOST
-    moved = units_of(number, known.repeats, each, numbers)
-    log_numbers = inference.log_orders(sets, moved) if p_values and by_moments else np.zeros(())
-    few = log_numbers < np.log(inference.FEWEST_ORDERS)
-    drawn = p_values and few.any(), baseline and (form.expected is None or not alike)
+
+    tests = is_pair if p_values is None else p_values
+    null = _null(form, sets, samples, num_orders, key, tests=tests, baseline=baseline)
     steps: list[Step] = [("all", None)]
-    are_all = too_few = False
-    if any(drawn):
-        # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
-        default = 199 if drawn[0] else 5 if alike else 20
-        count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
-        key = jax.random.key(0) if key is None else key
-        too_few = numbers is not None and inference.warn_few_exchanges(moved)
-        orders, are_all = inference.orders_of(sets, key, count, moved, blocks=blocks)
-        steps.append(("orders", orders))
-    steps += [("blocks", rows) for rows in kept]
-    (values, *expected), *found = tables(
-        known, form, first, second, steps, budget=memory_budget, progress=progress
+    if null.orders is not None:
+        steps.append(("orders", null.orders))
+    steps += [("blocks", rows) for rows in subsets]
+    (values, *expected), *by_step = tables(
+        measure, form, first, second, steps, budget=memory_budget, progress=progress
     )
-    if too_few:
-        found[0] = np.full_like(found[0], np.nan)
-    chance: Any = None
-    if drawn[1]:
-        chance = np.mean([*found[0], values] if are_all else found[0], 0)
-    elif baseline:
-        chance = np.where(np.isnan(values), np.nan, expected[0])
-    p_value = (
-        _p_values(known, form, sets, values, found[0] if drawn[0] else None, log_numbers)
-        if p_values
-        else None
-    )
-    error = low = high = estimate = None
-    if kept:
-        leave_outs = np.concatenate(found[any(drawn) :])
-        quantile = inference.students_quantile(level, len(leave_outs))
-        with np.errstate(all="ignore"):
-            fractions = np.concatenate(
-                [np.full(len(rows), 1 - rows.shape[1] / number) for rows in kept]
-            )
-            interval = inference.interval(
-                values, leave_outs, quantile, known.range, known.population, np, fractions
-            )
-        error, low, high, _, estimate = interval
-        if known.population:
-            _warn_biased(known, values, interval)
-    _warn_undefined(known, values, first, second)
-    beside = _of_outputs(values, first, second, outputs, memory_budget)
-    results: list[Any] = [values, estimate, chance, error, low, high, *beside]
-    if not within and first.single and second.single:
-        results, p_value = jax.tree.map(lambda table: table[..., 0, 0], (results, p_value))
-    results = jax.tree.map(to_device, results)
-    results.insert(6, p_value)  # on the host, in float64
-    labels = {"items": tuple(first.labels), "others": tuple(second.labels)}
+    draws = None
+    if null.orders is not None:
+        draws = by_step.pop(0)
+        if null.too_few:
+            draws = np.full_like(draws, np.nan)
+
+    fields: dict[str, Any] = dict.fromkeys(("estimate", "standard_error", "low", "high"))
+    if subsets:
+        fields = _intervals(measure, values, by_step, subsets, number, level)
+    fields["values"] = values
+    fields["baseline"] = None
+    if baseline:
+        fields["baseline"] = _by_chance(values, expected, draws, null)
+    p_value = None
+    if tests:
+        p_value = _p_values(measure, form, sets, values, draws, null.log_numbers)
+    _warn_undefined(measure, values, first, second)
+    fields |= _of_outputs(values, first, second, outputs, memory_budget)
+
+    if not is_within and first.single and second.single:
+        fields, p_value = jax.tree.map(lambda table: table[..., 0, 0], (fields, p_value))
     return Similarities(
-        *results, **labels, measure=known.name, num_samples=number, counts_once=symmetric
+        **jax.tree.map(to_device, fields),
+        p_values=p_value,  # on the host, in float64
+        items=tuple(first.labels),
+        others=tuple(second.labels),
+        measure=measure.name,
+        num_samples=number,
+        counts_once=is_within and measure.symmetric,
     )
+
+
+def _intervals(
+    measure: Measure,
+    values: np.ndarray,
+    leave_outs: Sequence[np.ndarray],
+    subsets: Sequence[np.ndarray],
+    number: int,
+    level: float,
+) -> dict[str, Any]:
+    """Return the fields of jackknife intervals by name, with a warning of large biases."""
+    joined = np.concatenate(leave_outs)
+    quantile = inference.students_quantile(level, len(joined))
+    fractions = []
+    for rows in subsets:
+        fraction = 1 - rows.shape[1] / number
+        fractions.append(np.full(len(rows), fraction))
+    fractions = np.concatenate(fractions)
+    unbias = measure.population
+    with np.errstate(all="ignore"):
+        interval = inference.interval(
+            values, joined, quantile, measure.range, unbias, np, fractions
+        )
+    if unbias:
+        _warn_biased(measure, values, interval)
+    fields = interval._asdict()
+    del fields["bias"]
+    return fields
+
+
+def _by_chance(values: np.ndarray, expected: Any, draws: Any, null: _Null) -> np.ndarray:
+    """Return the means over orders of samples, from draws or exactly."""
+    if not null.has_baseline:
+        return np.where(np.isnan(values), np.nan, expected[0])
+    if null.are_all:
+        draws = [*draws, values]
+    return np.mean(draws, 0)
 
 
 @validated
@@ -342,103 +458,110 @@ def _p_values(
     form: Form,
     sets: Sequence[Items],
     values: np.ndarray,
-    draws: np.ndarray | None,
+    draws: Any,
     log_numbers: np.ndarray,
 ) -> np.ndarray:
-    """Return p-values by the values `draws` in other orders where few orders differ, else by moments."""
-    few = log_numbers < np.log(inference.FEWEST_ORDERS)
+    """Return p-values by values `draws` in other orders if few orders differ, else by moments."""
+    is_few = log_numbers < np.log(inference.FEWEST_ORDERS)
     p_value = np.full(values.shape, np.nan)
-    if draws is not None:
+    if is_few.any():
         p_value = inference.placed(measure, values, draws, 0.95).p_value
-    if not few.all():
-        p_value = np.where(
-            few, p_value, inference.moment_p_values(values, form.gram, sets, log_numbers)
-        )
+    if not is_few.all():
+        by_moments = inference.moment_p_values(values, form.gram, sets, log_numbers)
+        p_value = np.where(is_few, p_value, by_moments)
     if len(sets) == 1:
         np.fill_diagonal(p_value, np.nan)
     return p_value
 
 
-def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:
-    """Return the networks' outputs and each item's index of them, or None."""
-    at = [place for place, (name, _) in enumerate(one.labels) if name == layer]
-    if not at and layer not in (None, "logits"):
-        check_choice("outputs", layer, dict.fromkeys(name for name, _ in one.labels))
-    members = [member for _, member in one.labels]
+def _outputs(items: Items, layer: str | None) -> tuple[Items, list[int]] | None:
+    """Return the networks' outputs, and the index of each item's output; or None."""
+    indices = [index for index, (name, _) in enumerate(items.labels) if name == layer]
+    if not indices and layer not in (None, "logits"):
+        check_choice("outputs", layer, dict.fromkeys(name for name, _ in items.labels))
     # Networks without an output cannot be compared by function.
-    if max(members) >= len(at):
+    if max(items.members) >= len(indices):
         return None
-    array, places = next(
-        found for found in zip(one.arrays, one.places, strict=True) if at[0] in found[1]
-    )
-    own = array[np.asarray([places.index(place) for place in at])]
-    return Items([one.labels[place] for place in at], [own], [list(range(len(at)))]), [
-        at[i] for i in members
-    ]
+
+    array, array_indices = items.stack_with(indices[0])
+    positions = [array_indices.index(index) for index in indices]
+    chosen = array[np.asarray(positions)]
+    labels = [items.labels[index] for index in indices]
+    outputs = Items(labels, [chosen], [list(range(len(indices)))])
+    return outputs, [indices[member] for member in items.members]
 
 
 def _of_outputs(
     values: np.ndarray, first: Items, second: Items, layer: str | None, budget: int | None
-) -> list[np.ndarray | None]:
-    """Return disagreement, divergence and the measure of the outputs of each pair."""
-    own = _outputs(first, layer)
-    other = own if second is first else _outputs(second, layer)
-    if own is None or other is None:
-        return [None, None, None]
-    of_measure = values[np.ix_(own[1], other[1])]
-    classes = {outputs.arrays[0].shape[2] for outputs, _ in (own, other)}
-    if len(classes) > 1 or classes == {1}:
-        return [None, None, of_measure]
-    members = np.ix_(*([member for _, member in one.labels] for one in (first, second)))
-    known = [MEASURES[name] for name in FUNCTIONAL]
-    found = [
-        tables(one, one.with_options(), own[0], other[0], budget=budget)[0][0][members]
-        for one in known
-    ]
-    return [*found, of_measure]
+) -> dict[str, Any]:
+    """Return disagreement, divergence and the measure of the outputs of each pair, by field."""
+    fields = dict.fromkeys((*FUNCTIONAL, "output_similarity"))
+    of_first = _outputs(first, layer)
+    of_second = of_first if second is first else _outputs(second, layer)
+    if of_first is None or of_second is None:
+        return fields
+    x, rows = of_first
+    y, columns = of_second
+    fields["output_similarity"] = values[np.ix_(rows, columns)]
+
+    num_classes = {items.arrays[0].shape[2] for items in (x, y)}
+    if len(num_classes) > 1 or num_classes == {1}:
+        return fields
+    for name in FUNCTIONAL:
+        measure = MEASURES[name]
+        (table,) = tables(measure, measure.with_options(), x, y, budget=budget)
+        fields[name] = table[0][np.ix_(first.members, second.members)]
+    return fields
 
 
 def _warn_dropped(form: Form, sets: Sequence[Items]) -> None:
-    for one in sets[: len(form.sides)] if form.cut else ():
-        for stack, places in zip(one.arrays, one.places, strict=True):
-            for place, features in zip(places, stack, strict=True):
-                warn_dropped(form, one.shown(place), features)
+    """Warn of directions of representations that the form's rank cut drops."""
+    if not form.cut:
+        return
+    for items in sets[: len(form.sides)]:
+        for array, indices in items.stacks():
+            for index, features in zip(indices, array, strict=True):
+                warn_dropped(form, items.name_of(index), features)
 
 
 def _warn_undefined(measure: Measure, values: np.ndarray, first: Items, second: Items) -> None:
-    known = np.isfinite(values)
-    sides = ((first, ~known.any(1)), (second, ~known.any(0)))
-    gone: dict[str, bool] = {}
-    for one, undefined in sides:
-        for place in np.flatnonzero(undefined).tolist():
-            gone[one.shown(place)] = one.is_constant(place)
-    if gone:
-        # One of a pair is enough for the pair to be undefined.
-        names = ", ".join(
-            name for name, is_constant in gone.items() if is_constant or not any(gone.values())
-        )
-        warn(
-            f"{measure.name} is not defined for {names}, whose values are NaN: are all samples "
-            "the same there?"
-        )
+    """Warn of representations whose values are all NaN."""
+    is_finite = np.isfinite(values)
+    sides = ((first, is_finite.any(1)), (second, is_finite.any(0)))
+    is_constant_of_name = {}
+    for items, has_value in sides:
+        for index in np.flatnonzero(~has_value).tolist():
+            is_constant_of_name[items.name_of(index)] = items.is_constant(index)
+    if not is_constant_of_name:
+        return
+    names = list(is_constant_of_name)
+    # One of a pair is enough for the pair to be undefined.
+    if any(is_constant_of_name.values()):
+        names = [name for name, is_constant in is_constant_of_name.items() if is_constant]
+    warn(
+        f"{measure.name} is not defined for {', '.join(names)}, whose values are NaN: are all "
+        "samples the same there?"
+    )
 
 
 def _warn_biased(measure: Measure, values: np.ndarray, interval: inference.Interval) -> None:
+    """Warn of biases that exceed the limit, and of estimates outside of the measure's range."""
     estimate = np.asarray(interval.estimate)
-    limit = LARGEST_BIAS / 2 if measure.name in SPECTRAL else LARGEST_BIAS
-    leaning = np.abs(interval.bias) > limit * interval.standard_error + 1e-5
-    if leaning.any():
+    limit = LARGEST_BIAS
+    if measure.name in SPECTRAL:
+        limit = LARGEST_BIAS / 2
+    is_biased = np.abs(interval.bias) > limit * interval.standard_error + 1e-5
+    if is_biased.any():
         warn(
-            f"{leaning.sum()} of {leaning.size} `values` of {measure.name} have a bias larger "
-            f"than {limit:g} standard "
-            "errors: read `estimate`, from which it is removed to first order. What remains may "
-            "exceed the "
-            "interval. Use more samples for so many features, or a debiased measure."
+            f"{is_biased.sum()} of {is_biased.size} `values` of {measure.name} have a bias larger "
+            f"than {limit:g} standard errors: read `estimate`, from which it is removed to first "
+            "order. What remains may exceed the interval. Use more samples for so many features, "
+            "or a debiased measure."
         )
-    clipped = np.isin(estimate, measure.range) & (np.abs(values - estimate) > 1e-5)
-    if clipped.any():
+    is_clipped = np.isin(estimate, measure.range) & (np.abs(values - estimate) > 1e-5)
+    if is_clipped.any():
+        low, high = measure.range
         warn(
-            f"{clipped.sum()} of {clipped.size} estimates of {measure.name} left the range "
-            f"{measure.range[0]:.4g} to "
-            f"{measure.range[1]:.4g} without their bias, and are set to its end."
+            f"{is_clipped.sum()} of {is_clipped.size} estimates of {measure.name} left the range "
+            f"{low:.4g} to {high:.4g} without their bias, and are set to its end."
         )

@@ -4,9 +4,9 @@ from functools import partial
 from typing import NamedTuple
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation._core import splits
@@ -22,36 +22,45 @@ FOLDS = ("shuffled", "contiguous")
 """Folds by a fixed permutation, or blocks of rows for time series."""
 
 Maps = tuple[Array, Array | None, list[tuple[Array, Array]]]
-"""Centred features, the fold of each row, and of each fold a transposed pseudo-inverse and the held-out features."""
+"""Centred features, the fold of each row, and the maps of folds.
+
+A map is the transposed pseudo-inverse of the fitted rows, and the features of the held-out rows.
+"""
 
 
 class _Fold(NamedTuple):
     """Rows that are fitted and rows that are predicted, zero elsewhere."""
 
-    kept: Array  # True for rows that are fitted, [n]
+    is_fitted: Array  # True for rows that are fitted, [n]
     fitted: Array  # [n, p]
     held_out: Array  # [n, p]
 
 
 def _in_folds(x: Array, fold_of: Array | None, num_folds: int | None) -> list[_Fold]:
-    """Return the parts of each fold, by the fold of each row; without folds all rows are fitted and predicted."""
+    """Return the rows of each fold, by the fold of each row.
+
+    Without folds all rows are fitted and predicted.
+    """
     if num_folds is None or fold_of is None:
         centred = centre(x)
         return [_Fold(jnp.ones(len(x), bool), centred, centred)]
-    parts = []
+    folds = []
     for fold in range(num_folds):
-        kept = fold_of != fold
-        # Both parts have the mean of the fitted part, because the fit has no access to held-out
-        # samples.
-        centred = centre(x, kept)
-        rows = kept[:, None]
-        parts.append(_Fold(kept, jnp.where(rows, centred, 0.0), jnp.where(rows, 0.0, centred)))
-    return parts
+        is_fitted = fold_of != fold
+        # All rows are centred by the mean of the fitted ones, because the fit has no access to
+        # held-out samples.
+        centred = centre(x, is_fitted)
+        rows = is_fitted[:, None]
+        fitted = jnp.where(rows, centred, 0.0)
+        held_out = jnp.where(rows, 0.0, centred)
+        folds.append(_Fold(is_fitted, fitted, held_out))
+    return folds
 
 
 def _per_square(alpha: Array, unit: Array) -> Array:
     """Return alpha / unit^2 for a power of two whose square may leave the dtype."""
-    return jnp.ldexp(alpha.astype(unit.dtype), -2 * (jnp.frexp(unit)[1] - 1))
+    _, exponent = jnp.frexp(unit)
+    return jnp.ldexp(alpha.astype(unit.dtype), -2 * (exponent - 1))
 
 
 def _shrunk(values: Array, alpha: Array) -> Array:
@@ -61,24 +70,29 @@ def _shrunk(values: Array, alpha: Array) -> Array:
 def _maps(x: Array, fold_of: Array | None = None, *, alpha: Array, num_folds: int | None) -> Maps:
     """Return the maps of one alpha, which have a derivative for every spectrum."""
     x, unit = base.centred(x)
-    alpha, maps = _per_square(alpha, unit), []
+    alpha = _per_square(alpha, unit)
+    maps = []
     for fold in _in_folds(x, fold_of, num_folds):
         # Sizes of columns affect a penalty, and the least norm if there are more columns than rows.
-        as_they_are = (alpha > 0) | (x.shape[1] >= jnp.sum(fold.kept))
-        sizes = jnp.where(as_they_are, 1.0, base.column_sizes(fold.fitted))
+        is_wide = x.shape[1] >= jnp.sum(fold.is_fitted)
+        sizes = jnp.where((alpha > 0) | is_wide, 1.0, base.column_sizes(fold.fitted))
         # A penalty leaves no direction negligible.
         cut = jnp.where(alpha > 0, 0.0, rank_cut(x))
-        maps.append((singular_map(_shrunk, fold.fitted / sizes, alpha, cut), fold.held_out / sizes))
+        inverse = singular_map(_shrunk, fold.fitted / sizes, alpha, cut)
+        maps.append((inverse, fold.held_out / sizes))
     return x, fold_of, maps
 
 
 def _score(a: Maps, b: Maps, num_folds: int | None) -> Array:
+    """Return R^2 of held-out rows."""
+    _, _, maps = a
     y, fold_of, _ = b
-    wrong = jnp.zeros((), y.dtype)
-    for (inverse, held_out), fold in zip(a[2], _in_folds(y, fold_of, num_folds), strict=True):
-        predicted = product(held_out, product(inverse.T, fold.fitted))
-        wrong = wrong + jnp.sum((fold.held_out - predicted) ** 2)
-    return 1 - wrong / jnp.sum(centre(y) ** 2)
+    error = jnp.zeros((), y.dtype)
+    for (inverse, held_out), fold in zip(maps, _in_folds(y, fold_of, num_folds), strict=True):
+        weights = product(inverse.T, fold.fitted)
+        predicted = product(held_out, weights)
+        error = error + jnp.sum((fold.held_out - predicted) ** 2)
+    return 1 - error / jnp.sum(centre(y) ** 2)
 
 
 @validated
@@ -87,16 +101,19 @@ def predictivity_form(
 ) -> Form:
     check_non_negative("alpha", alpha)
     check_choice("folds", folds, FOLDS)
-    count = None if num_folds is None else check_count("num_folds", num_folds, minimum=2)
-    prepare = eqx.Partial(_maps, alpha=to_device(alpha, float), num_folds=count)
-    score = eqx.Partial(_score, num_folds=count)
-    cut = "scaled" if not is_traced(alpha) and float(alpha) == 0 else ""
     labels = None
-    if count is not None:
-        labels = partial(splits.fold_numbers, num_folds=count, contiguous=folds == "contiguous")
-    return Form(
-        prepare, score, minimum=count or 2, narrow=count is None, cut=cut, sides="x", labels=labels
-    )
+    if num_folds is not None:
+        num_folds = check_count("num_folds", num_folds, minimum=2)
+        contiguous = folds == "contiguous"
+        labels = partial(splits.fold_numbers, num_folds=num_folds, contiguous=contiguous)
+    cut = ""
+    if not is_traced(alpha) and float(alpha) == 0:
+        cut = "scaled"
+
+    prepare = eqx.Partial(_maps, alpha=to_device(alpha, float), num_folds=num_folds)
+    score = eqx.Partial(_score, num_folds=num_folds)
+    form = Form(prepare, score, minimum=num_folds or 2, narrow=num_folds is None)
+    return form._replace(cut=cut, sides="x", labels=labels)
 
 
 @validated(finite=("x", "y"))
@@ -108,7 +125,9 @@ def linear_predictivity(
     num_folds: int | None = 5,
     folds: str = "shuffled",
 ) -> Score:
-    """Return R^2 of a linear map from x to y on held-out samples, 1 - sum |y - prediction|^2 / sum |y - mean y|^2.
+    """Return R^2 of a linear map from x to y on held-out samples.
+
+        R^2 = 1 - sum |y - prediction|^2 / sum |y - mean y|^2
 
     The map minimises |Yc - Xc W|^2 + alpha |W|^2 on the other folds, with an intercept; at `alpha`
     0 it has the least norm.
@@ -132,7 +151,8 @@ def linear_predictivity(
         Yamins et al. (2014), Performance-optimized hierarchical models predict neural responses in
         higher visual cortex; Hoerl and Kennard (1970), Ridge regression.
     """
-    return base.evaluate(predictivity_form(alpha=alpha, num_folds=num_folds, folds=folds), x, y)
+    form = predictivity_form(alpha=alpha, num_folds=num_folds, folds=folds)
+    return base.evaluate(form, x, y)
 
 
 @validated(finite=("x", "y", "alphas"))
@@ -167,31 +187,41 @@ def predictivity_path(
     return _path(x, y, to_device(alphas), form.labels_of(len(x)), num_folds)
 
 
+def _errors(x: _Fold, y: _Fold, penalties: Array) -> tuple[Array, Array]:
+    """Return the squared error of held-out rows at each penalty, and NaN if `x` is not finite."""
+    matrix, undefined = finite_part(x.fitted)
+    left_vectors, values, right_vectors = jnp.linalg.svd(matrix, full_matrices=False)
+    values = jnp.where(values > 0, values, jnp.inf)  # whose inverse is zero
+    # In singular vectors a ridge penalty only shrinks, so one decomposition serves all alphas.
+    latent = product(left_vectors.T, y.fitted)
+    held_out = product(x.held_out, right_vectors.T)
+
+    def squared_error(alpha):
+        shrunk = held_out / (values + alpha / values)[None]
+        return jnp.sum((y.held_out - product(shrunk, latent)) ** 2)
+
+    return lax.map(squared_error, penalties), undefined
+
+
 @eqx.filter_jit
 def _path(x: Array, y: Array, alphas: Array, fold_of: Array | None, num_folds: int | None) -> Array:
     """Return R^2 at every alpha, from one decomposition per fold."""
-    (x, unit), (y, _) = base.centred(x), base.centred(y)
-    penalties, wrong = _per_square(alphas, unit), jnp.zeros(alphas.shape, x.dtype)
-    parts = (_in_folds(each, fold_of, num_folds) for each in (x, y))
-    for (_, own, held_out), (_, known, truth) in zip(*parts, strict=True):
-        matrix, undefined = finite_part(own)
-        left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
-        values = jnp.where(values > 0, values, jnp.inf)  # whose inverse is zero
-        # In singular vectors a ridge penalty only shrinks, so one decomposition serves all alphas.
-        latent, ahead = product(left.T, known), product(held_out, right.T)
+    x, unit = base.centred(x)
+    y, _ = base.centred(y)
+    penalties = _per_square(alphas, unit)
+    error = jnp.zeros(alphas.shape, x.dtype)
+    folds_x = _in_folds(x, fold_of, num_folds)
+    folds_y = _in_folds(y, fold_of, num_folds)
+    for fold_x, fold_y in zip(folds_x, folds_y, strict=True):
+        errors, undefined = _errors(fold_x, fold_y, penalties)
+        error = error + errors + undefined
+    penalised = 1 - error / jnp.sum(centre(y) ** 2)
 
-        def missed(
-            alpha: Array, values: Array = values, fold: tuple[Array, ...] = (ahead, latent, truth)
-        ) -> Array:
-            ahead, latent, truth = fold
-            return jnp.sum((truth - product(ahead / (values + alpha / values)[None], latent)) ** 2)
-
-        wrong = wrong + jax.lax.map(missed, penalties) + undefined
-    penalised = 1 - wrong / jnp.sum(centre(y) ** 2)
     # Without a penalty, columns are scaled to one size.
     plain = predictivity_form(num_folds=num_folds)._replace(labels=None)
+    is_plain = alphas == 0
     zero = jnp.zeros((), x.dtype)
-    unpenalised = jax.lax.cond(
-        jnp.any(alphas == 0), lambda: base.compared(plain, x, y, fold_of), lambda: zero
+    unpenalised = lax.cond(
+        jnp.any(is_plain), lambda: base.compared(plain, x, y, fold_of), lambda: zero
     )
-    return jnp.where(alphas == 0, unpenalised, penalised)
+    return jnp.where(is_plain, unpenalised, penalised)

@@ -1,4 +1,4 @@
-"""Distances of configurations of samples after the best rotation, and canonical correlations of their subspaces."""
+"""Distances of configurations of samples after the best rotation, and canonical correlations."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -14,6 +14,15 @@ from dissociation._core.validation import validated
 from dissociation.similarity import _base as base
 from dissociation.similarity._base import Features, Form, OtherFeatures, Score
 
+Sized = tuple[Array, Array]
+"""Centred features divided by a power of two, and this power."""
+
+Basis = tuple[Array, Array]
+"""Orthonormal basis of the samples' span, and its dimension (NaN for 0)."""
+
+Weighted = tuple[Array, Array, Array]
+"""A basis as in `Basis`, the coordinates of neurons in it, and its dimension."""
+
 
 def residual(a: Array, b: Array) -> Array:
     """Return the least |a - b Q|^2 over rotations Q, with the narrower matrix padded by zeros."""
@@ -25,31 +34,40 @@ def residual(a: Array, b: Array) -> Array:
 
 def _angle(a: Array, b: Array) -> Array:
     """Return the angle theta between unit configurations, |a - b Q| = 2 sin(theta / 2)."""
-    return 2 * jnp.arcsin(jnp.minimum(0.5 * root(residual(a, b)), 0.5**0.5))
+    distance = root(residual(a, b))
+    return 2 * jnp.arcsin(jnp.minimum(0.5 * distance, 0.5**0.5))
 
 
-def _distance(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    (x, size_x), (y, size_y) = a, b
+def _distance(a: Sized, b: Sized) -> Array:
+    """Return the Procrustes distance."""
+    x, size_x = a
+    y, size_y = b
     # Relative sizes keep squares within the dtype.
     size = jnp.maximum(size_x, size_y)
-    return size * root(residual(x * (size_x / size), y * (size_y / size)))
+    x = x * (size_x / size)
+    y = y * (size_y / size)
+    return size * root(residual(x, y))
 
 
-def _centred(x: Array) -> tuple[Array, Array]:
+def _centred(x: Array) -> Sized:
     x, size = base.centred(x)
     return base.narrowed(x), size
 
 
 def _unit_centred(x: Array) -> Array:
-    return base.unit(_centred(x)[0])
+    x, _ = _centred(x)
+    return base.unit(x)
 
 
 def _whitened(x: Array, a: Array) -> Array:
+    """Return partly whitened features, of norm 1."""
     x, _ = base.centred(x)
-    parameter = jnp.stack([a, (1 - a) * x.shape[1] ** -0.5]).astype(x.dtype)
+    offset = (1 - a) * x.shape[1] ** -0.5
+    parameter = jnp.stack([a, offset]).astype(x.dtype)
     # At a = 0 a scale per neuron has no effect, and the rank is cut on columns of one size.
     x = x / jnp.where(a > 0, 1.0, base.column_sizes(x))
-    return base.unit(base.narrowed(singular_map(_partly, base.unit(x), parameter, rank_cut(x))))
+    whitened = singular_map(_partly, base.unit(x), parameter, rank_cut(x))
+    return base.unit(base.narrowed(whitened))
 
 
 def _partly(values: Array, parameter: Array) -> Array:
@@ -58,20 +76,30 @@ def _partly(values: Array, parameter: Array) -> Array:
 
 PROCRUSTES = Form(_centred, _distance)
 
-ANGULAR_SIMILARITY = Form(
-    _unit_centred, lambda a, b: jnp.minimum(nuclear_norm(product(a.T, b)), 1.0)
-)
+
+def _cosine(a: Array, b: Array) -> Array:
+    crossed = product(a.T, b)
+    return jnp.minimum(nuclear_norm(crossed), 1.0)
+
+
+ANGULAR_SIMILARITY = Form(_unit_centred, _cosine)
 
 ANGULAR_DISTANCE = Form(_unit_centred, _angle)
 
 
 @validated
 def partial_whitening_form(*, a: Scalar = 0.5) -> Form:
-    if not is_traced(a) and not 0 <= float(a) <= 1:
-        fail("a", "lie from 0 (whitened) to 1 (as it is)", a)
-    white = not is_traced(a) and float(a) == 0
-    cut = "scaled" if white else "" if is_traced(a) or float(a) == 1 else "plain"
-    return Form(eqx.Partial(_whitened, a=to_device(a, float)), _angle, narrow=white, cut=cut)
+    cut = ""
+    if not is_traced(a):
+        number = float(a)
+        if not 0 <= number <= 1:
+            fail("a", "lie from 0 (whitened) to 1 (as it is)", a)
+        if number == 0:
+            cut = "scaled"
+        elif number < 1:
+            cut = "plain"
+    prepare = eqx.Partial(_whitened, a=to_device(a, float))
+    return Form(prepare, _angle, narrow=cut == "scaled", cut=cut)
 
 
 @validated(finite=("x", "y"))
@@ -123,7 +151,9 @@ def angular_similarity(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def angular_distance(x: Features, y: OtherFeatures) -> Score:
-    """Return the angle between shapes, arccos(nuc(Xc^T Yc) / (|Xc| |Yc|)), a metric that is precise for small angles.
+    """Return the angle between shapes, arccos(nuc(Xc^T Yc) / (|Xc| |Yc|)).
+
+    It is a metric, and precise for small angles.
 
     Args:
         x: Features, [n, p].
@@ -140,7 +170,9 @@ def angular_distance(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def partial_whitening_distance(x: Features, y: OtherFeatures, *, a: Scalar = 0.5) -> Score:
-    """Return the angle between partly whitened shapes Z = Xc (a I + (1 - a) |Xc| / sqrt(p) (Xc^T Xc)^(-1/2)).
+    """Return the angle between partly whitened shapes.
+
+        Z = Xc (a I + (1 - a) |Xc| / sqrt(p) (Xc^T Xc)^(-1/2))
 
     At a = 1 it is `angular_distance`. At a = 0 it is invariant under invertible linear maps,
     without directions that have no variance.
@@ -167,100 +199,131 @@ def _shrunk(values: Array, parameter: Array) -> Array:
     return values / jnp.sqrt(values**2 + parameter)
 
 
-def basis(x: Array) -> tuple[Array, Array]:
+def basis(x: Array) -> Basis:
     """Return the polar factor of centred features and its rank, NaN for rank 0."""
     x, _ = base.centred(x)
     # A covariance would square the condition number. A scale per neuron has no effect, so columns
     # get one size first.
-    return _ranked(
-        singular_map(_shrunk, x / base.column_sizes(x), jnp.zeros((), x.dtype), rank_cut(x))
-    )
+    evened = x / base.column_sizes(x)
+    polar = singular_map(_shrunk, evened, jnp.zeros((), x.dtype), rank_cut(x))
+    return _ranked(polar)
 
 
-def _ranked(q: Array) -> tuple[Array, Array]:
-    rank = jnp.round(lax.stop_gradient(jnp.sum(q**2)))
+def _ranked(q: Array) -> Basis:
+    """Return a partial isometry and its rank."""
+    squares = jnp.sum(q**2)
+    rank = jnp.round(lax.stop_gradient(squares))
     return q, jnp.where(rank > 0, rank, jnp.nan)
 
 
 def _leading(values: Array, variance: Array) -> Array:
+    """Return 1 for the leading singular values that hold a fraction of the variance, else 0."""
     squares = values**2
-    return jnp.where(
-        (jnp.cumsum(squares) - squares) < variance * jnp.sum(squares), 1.0, 0.0
-    ).astype(values.dtype)
+    total = jnp.sum(squares)
+    preceding = jnp.cumsum(squares) - squares
+    weights = jnp.where(preceding < variance * total, 1.0, 0.0)
+    return weights.astype(values.dtype)
 
 
-def _leading_basis(x: Array, variance: Array) -> tuple[Array, Array]:
-    return _ranked(
-        singular_map(_leading, base.centred(x)[0], variance.astype(x.dtype), rank_cut(x))
-    )
+def _leading_basis(x: Array, variance: Array) -> Basis:
+    x, _ = base.centred(x)
+    polar = singular_map(_leading, x, variance.astype(x.dtype), rank_cut(x))
+    return _ranked(polar)
 
 
-def _mean_correlation(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    return jnp.minimum(nuclear_norm(product(a[0].T, b[0])) / jnp.minimum(a[1], b[1]), 1.0)
+def _mean_correlation(a: Basis, b: Basis) -> Array:
+    """Return the mean canonical correlation."""
+    x, rank_x = a
+    y, rank_y = b
+    total = nuclear_norm(product(x.T, y))
+    return jnp.minimum(total / jnp.minimum(rank_x, rank_y), 1.0)
 
 
-def _seen(x: Array) -> tuple[Array, Array, Array]:
+def _mean_square(a: Basis, b: Basis) -> Array:
+    """Return the mean squared canonical correlation."""
+    x, rank_x = a
+    y, rank_y = b
+    total = jnp.sum(product(x.T, y) ** 2)
+    return jnp.minimum(total / jnp.minimum(rank_x, rank_y), 1.0)
+
+
+def _expected_square(a: Basis, b: Basis) -> Array:
+    """Return the mean of `_mean_square` over all orders of one representation's samples."""
+    x, rank_x = a
+    _, rank_y = b
+    smaller = jnp.minimum(rank_x, rank_y)
+    return rank_x * rank_y / ((x.shape[-2] - 1) * smaller)
+
+
+def _with_neurons(x: Array) -> Weighted:
     q, rank = basis(x)
-    return q, product(q.T, base.centred(x)[0]), rank
+    x, _ = base.centred(x)
+    return q, product(q.T, x), rank
 
 
-def _weighted(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> Array:
-    (q, neurons, rank), (other, _, other_rank) = a, b
-    meeting, undefined = finite_part(product(q.T, other))
-    variates, values, _ = jnp.linalg.svd(meeting, full_matrices=False)
-    weights = jnp.sum(jnp.abs(product(variates.T, neurons)), 1)
-    weights = jnp.where(jnp.arange(values.shape[0]) < jnp.minimum(rank, other_rank), weights, 0.0)
-    return jnp.minimum(jnp.sum(weights * values) / jnp.sum(weights), 1.0) + undefined
+def _weighted(a: Weighted, b: Weighted) -> Array:
+    """Return the mean canonical correlation, weighted by the neurons of `a`."""
+    x, neurons, rank_x = a
+    y, _, rank_y = b
+    crossed, undefined = finite_part(product(x.T, y))
+    variates, values, _ = jnp.linalg.svd(crossed, full_matrices=False)
+
+    sizes = jnp.abs(product(variates.T, neurons))
+    weights = jnp.sum(sizes, 1)
+    is_common = jnp.arange(len(values)) < jnp.minimum(rank_x, rank_y)
+    weights = jnp.where(is_common, weights, 0.0)
+    mean = jnp.sum(weights * values) / jnp.sum(weights)
+    return jnp.minimum(mean, 1.0) + undefined
 
 
 def _regularised(x: Array, lam: Array) -> Array:
+    """Return features whose singular values s become s / sqrt(s^2 + lam |Xc|^2)."""
     x, _ = base.centred(x)
     evened = x / jnp.where(lam > 0, 1.0, base.column_sizes(x))
-    return base.narrowed(
-        singular_map(_shrunk, evened, lam.astype(x.dtype) * jnp.sum(x**2), rank_cut(x))
-    )
+    penalty = lam.astype(x.dtype) * jnp.sum(x**2)
+    shrunk = singular_map(_shrunk, evened, penalty, rank_cut(x))
+    return base.narrowed(shrunk)
 
 
 def _gulp_distance(a: Array, b: Array) -> Array:
     # |A A^T - B B^T|^2 for B in any rotation; with D = A - B and S = A + B nothing cancels where
     # they are close.
     wide, turned = base.aligned(a, b)
-    apart, sums = wide - turned, wide + turned
-    crossed = product(sums.T, apart)
-    return root(
-        0.5
-        * (jnp.sum(product(apart.T, apart) * product(sums.T, sums)) + jnp.sum(crossed * crossed.T))
-    )
+    difference = wide - turned
+    total = wide + turned
+    crossed = product(total.T, difference)
+    squares = product(difference.T, difference) * product(total.T, total)
+    return root(0.5 * (jnp.sum(squares) + jnp.sum(crossed * crossed.T)))
 
 
 CCA = Form(basis, _mean_correlation, minimum=3, narrow=True, cut="scaled")
 
-CCA_SQUARED = CCA._replace(
-    compare=lambda a, b: jnp.minimum(
-        jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0
-    ),
-    expected=lambda a, b: a[1] * b[1] / ((a[0].shape[-2] - 1) * jnp.minimum(a[1], b[1])),
-)
+CCA_SQUARED = CCA._replace(compare=_mean_square, expected=_expected_square)
 
-PWCCA = CCA._replace(prepare=_seen, compare=_weighted)
+PWCCA = CCA._replace(prepare=_with_neurons, compare=_weighted)
 
 
 @validated
 def svcca_form(*, variance: Scalar = 0.99) -> Form:
-    if not is_traced(variance) and not 0 < float(variance) <= 1:
-        fail("variance", "be above 0 and at most 1", variance)
-    cut = "plain" if not is_traced(variance) and float(variance) == 1 else ""
-    return Form(
-        eqx.Partial(_leading_basis, variance=to_device(variance, float)), _mean_correlation, cut=cut
-    )
+    cut = ""
+    if not is_traced(variance):
+        fraction = float(variance)
+        if not 0 < fraction <= 1:
+            fail("variance", "be above 0 and at most 1", variance)
+        if fraction == 1:
+            cut = "plain"
+    prepare = eqx.Partial(_leading_basis, variance=to_device(variance, float))
+    return Form(prepare, _mean_correlation, cut=cut)
 
 
 @validated
 def gulp_form(*, lam: Scalar = 1e-2) -> Form:
     check_non_negative("lam", lam)
-    plain = not is_traced(lam) and float(lam) == 0
     prepare = eqx.Partial(_regularised, lam=to_device(lam, float))
-    return Form(prepare, _gulp_distance, narrow=plain, cut="scaled" if plain else "")
+    form = Form(prepare, _gulp_distance)
+    if is_traced(lam) or float(lam) > 0:
+        return form
+    return form._replace(narrow=True, cut="scaled")
 
 
 @validated(finite=("x", "y"))
@@ -287,7 +350,9 @@ def cca(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def cca_squared(x: Features, y: OtherFeatures) -> Score:
-    """Return the mean squared canonical correlation (R^2 of CCA), |Qx^T Qy|^2 / min(rank of Xc, rank of Yc).
+    """Return the mean squared canonical correlation (R^2 of CCA).
+
+        |Qx^T Qy|^2 / min(rank of Xc, rank of Yc), with bases Qx and Qy.
 
     Args:
         x: Features, [n, p], p < n - 1.
@@ -304,7 +369,9 @@ def cca_squared(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def svcca(x: Features, y: OtherFeatures, *, variance: Scalar = 0.99) -> Score:
-    """Return the mean canonical correlation of the fewest leading principal components that hold `variance`.
+    """Return the mean canonical correlation of leading principal components.
+
+    They are the fewest components that hold `variance`.
 
     The value jumps if a component passes the cut, and the derivative is at a fixed number of
     components. The value is near 1 for any data if components are nearly as many as samples. Its

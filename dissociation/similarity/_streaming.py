@@ -1,6 +1,6 @@
 """Similarities from joint moments that add over batches of samples."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
@@ -23,7 +23,7 @@ from dissociation.similarity._base import (
 from dissociation.similarity._measures import MEASURES
 
 Tables = tuple[Array, Any]
-"""A measure of all pairs and its mean over all orders of one representation's samples, if it is known, [R, R]."""
+"""Measure of all pairs, and its mean over all orders of one representation's samples, [R, R]."""
 
 
 class JointMoments(Result):
@@ -48,25 +48,48 @@ class JointMoments(Result):
     @property
     def products(self) -> Array:
         """Return sum x x^T, [P, P]."""
-        return self.sums[1 : 1 + len(self.mean), 1 : 1 + len(self.mean)]
+        features = slice(1, 1 + len(self.mean))
+        return self.sums[features, features]
 
     @property
     def quartics(self) -> Array:
         """Return sum |x_r|^2 |x_s|^2, [R, R]."""
-        return self.sums[1 + len(self.mean) :, 1 + len(self.mean) :]
+        lengths = slice(1 + len(self.mean), None)
+        return self.sums[lengths, lengths]
 
     def squares(self) -> Array:
         """Return sums |x_r|^2, [R]."""
         return _per_representation(jnp.diagonal(self.products), self.widths)
 
 
+def _representation_of_feature(widths: tuple[int, ...]) -> np.ndarray:
+    """Return the index of each feature's representation, [P]."""
+    return np.repeat(np.arange(len(widths)), widths)
+
+
 def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
     """Return sums over each representation's features on the first axis."""
-    return jax.ops.segment_sum(values, np.repeat(np.arange(len(widths)), widths), len(widths))
+    indices = _representation_of_feature(widths)
+    return jax.ops.segment_sum(values, indices, len(widths))
+
+
+def _read_batch(number: int, batch: Any) -> list[Any]:
+    """Return the arrays of a batch, or raise unless they are finite real numbers."""
+    if not isinstance(batch, (list, tuple)):
+        fail("batches", "give a tuple of arrays each, one per representation", describe(batch))
+    arrays = []
+    for index, features in enumerate(batch):
+        name = f"batches[{number}][{index}]"
+        array = as_array(name, features, "real numbers [n, p]")
+        check_finite(name, as_numbers(name, array, frozenset({"float"})))
+        arrays.append(array)
+    return arrays
 
 
 def stream_moments(batches: Iterable[Any]) -> JointMoments:
-    """Return the moments of samples in batches, whose memory is the square of the number of all features.
+    """Return the moments of samples in batches.
+
+    Memory is the square of the number of all features.
 
     Args:
         batches: Sequences of one array [n, p] per representation. Each new n is compiled for.
@@ -79,98 +102,104 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
         ValueError: If there is no batch, or batches differ in their representations.
     """
     total: Any = None
-    points: list[np.ndarray] = []
+    points = []
     for number, batch in enumerate(batches):
-        if not isinstance(batch, (list, tuple)):
-            fail("batches", "give a tuple of arrays each, one per representation", describe(batch))
-        named = [(f"batches[{number}][{place}]", part) for place, part in enumerate(batch)]
-        arrays = [as_array(name, part, "real numbers [n, p]") for name, part in named]
-        for (name, _), array in zip(named, arrays, strict=True):
-            check_finite(name, as_numbers(name, array, frozenset({"float"})))
+        arrays = _read_batch(number, batch)
         # Moments about a point near the means lose no digits to a large offset.
-        points = points or [
-            np.mean(np.asarray(part, np.float64), 0, keepdims=True) for part in arrays
-        ]
-        shapes = [part.shape for part in arrays]
+        if not points:
+            points = [np.mean(np.asarray(array, np.float64), 0, keepdims=True) for array in arrays]
+        shapes = [array.shape for array in arrays]
         if not shapes or shapes != [(shapes[0][0], point.size) for point in points]:
-            wanted = "hold arrays [n, p], [n, q], ... of one n, and of the same widths throughout"
-            fail("batches", wanted, shapes)
-        arrays = [
-            real_numbers("batches", part - at, "numbers")
-            for part, at in zip(arrays, points, strict=True)
-        ]
-        own = _moments(tuple(in_common_dtype(*arrays)))
-        total = own if total is None else _merged(total, own)
+            requirement = (
+                "hold arrays [n, p], [n, q], ... of one n, and of the same widths throughout"
+            )
+            fail("batches", requirement, shapes)
+
+        shifted = []
+        for array, point in zip(arrays, points, strict=True):
+            shifted.append(real_numbers("batches", array - point, "numbers"))
+        moments = _moments(tuple(in_common_dtype(*shifted)))
+        total = moments if total is None else _merged(total, moments)
+
     if total is None:
         fail("batches", "give at least one batch", "none")
     # Shifted on the host, which compiles nothing.
     shift = np.concatenate(points, 1)[0].astype(total.mean.dtype)
-    return eqx.tree_at(lambda m: m.mean, total, to_device(np.asarray(total.mean) + shift))
+    mean = np.asarray(total.mean) + shift
+    return eqx.tree_at(lambda m: m.mean, total, to_device(mean))
 
 
 @eqx.filter_jit
 def _moments(arrays: tuple[Array, ...]) -> JointMoments:
+    """Return the moments of one batch."""
     widths = tuple(array.shape[1] for array in arrays)
     joined = jnp.concatenate(arrays, 1)
     x = centre(joined)
     # Squared lengths are squared again, so float32 holds lengths up to 1e8.
-    z = jnp.concatenate([jnp.ones_like(x[:, :1]), x, _per_representation((x**2).T, widths).T], 1)
-    return JointMoments(joined[0] - x[0], product(z.T, z), widths)
+    lengths = _per_representation((x**2).T, widths)
+    ones = jnp.ones_like(x[:, :1])
+    z = jnp.concatenate([ones, x, lengths.T], 1)
+    mean = joined[0] - x[0]
+    return JointMoments(mean, product(z.T, z), widths)
 
 
 @jax.jit
 def _merged(a: JointMoments, b: JointMoments) -> JointMoments:
     """Return the exact moments of two batches together, moved to the common mean."""
-    count, apart = a.count + b.count, b.mean - a.mean
-    by = apart * (b.count / count)
-    sums = _moved(a.sums, -by, a.widths) + _moved(b.sums, apart * (a.count / count), a.widths)
-    return JointMoments(a.mean + by, sums, a.widths)
+    count = a.count + b.count
+    difference = b.mean - a.mean
+    shift = difference * (b.count / count)
+    sums_a = _moved(a.sums, -shift, a.widths)
+    sums_b = _moved(b.sums, difference * (a.count / count), a.widths)
+    return JointMoments(a.mean + shift, sums_a + sums_b, a.widths)
 
 
-def _moved(sums: Array, by: Array, widths: tuple[int, ...]) -> Array:
-    """Return the sums of x + `by`, in which z is linear."""
+def _moved(sums: Array, shift: Array, widths: tuple[int, ...]) -> Array:
+    """Return the sums of x + `shift`, in which z is linear."""
     for _ in range(2):  # rows, then columns
-        one, x, lengths = jnp.split(sums, [1, 1 + len(by)])
-        along = 2 * by[:, None] * x + (by**2)[:, None] * one
-        sums = jnp.concatenate(
-            [one, x + by[:, None] * one, lengths + _per_representation(along, widths)]
-        ).T
+        ones, x, lengths = jnp.split(sums, [1, 1 + len(shift)])
+        changes = 2 * shift[:, None] * x + (shift**2)[:, None] * ones
+        x = x + shift[:, None] * ones
+        lengths = lengths + _per_representation(changes, widths)
+        sums = jnp.concatenate([ones, x, lengths]).T
     return sums
-
-
-def _divided(m: JointMoments, features: Array, lengths: Array) -> JointMoments:
-    """Return the sums of features x divided by `features`, [P], and of |x_r|^2 divided by `lengths`, [R]."""
-    sizes = jnp.concatenate([jnp.ones_like(lengths[:1]), features, lengths])
-    return eqx.tree_at(lambda m: m.sums, m, m.sums / sizes[:, None] / sizes[None])
 
 
 def _scaled(m: JointMoments) -> JointMoments:
     """Return the sums of representations whose squared lengths sum to 1."""
     squares = m.squares()
-    return _divided(m, jnp.sqrt(squares)[np.repeat(np.arange(len(m.widths)), m.widths)], squares)
+    features = jnp.sqrt(squares)[_representation_of_feature(m.widths)]
+    sizes = jnp.concatenate([jnp.ones_like(squares[:1]), features, squares])
+    sums = m.sums / sizes[:, None] / sizes[None]
+    return eqx.tree_at(lambda m: m.sums, m, sums)
 
 
 def _block_squares(m: JointMoments) -> Array:
     """Return the sums of squares of all blocks of `products`, [R, R]."""
-    return _per_representation(_per_representation(m.products**2, m.widths).T, m.widths)
+    rows = _per_representation(m.products**2, m.widths)
+    return _per_representation(rows.T, m.widths)
 
 
 def _linear_cka(m: JointMoments) -> Tables:
     inner = _block_squares(_scaled(m))
-    own = jnp.sqrt(jnp.diagonal(inner))
-    return inner / own[:, None] / own[None], 1 / own[:, None] / own[None] / (m.count - 1)
+    norms = jnp.sqrt(jnp.diagonal(inner))
+    chance = 1 / norms[:, None] / norms[None] / (m.count - 1)
+    return inner / norms[:, None] / norms[None], chance
 
 
 def _debiased_cka(m: JointMoments) -> Tables:
-    n, m = m.count, _scaled(m)
+    n = m.count
+    m = _scaled(m)
     inner = _block_squares(m)
     hsic = inner - n / (n - 2) * m.quartics + 1 / ((n - 1) * (n - 2))
-    own = jnp.sqrt(jax.vmap(apart_from_rounding)(jnp.diagonal(hsic), jnp.diagonal(inner)))
-    return jnp.clip(hsic / own[:, None] / own[None], -1.0, 1.0), jnp.zeros_like(hsic)
+    squares = jax.vmap(apart_from_rounding)(jnp.diagonal(hsic), jnp.diagonal(inner))
+    norms = jnp.sqrt(squares)
+    ratio = hsic / norms[:, None] / norms[None]
+    return jnp.clip(ratio, -1.0, 1.0), jnp.zeros_like(hsic)
 
 
 # These depend on samples through sums of x_i y_j, x_i |y|^2 and |x|^2 |y|^2 about the means only.
-STREAMED: dict[str, Callable[[JointMoments], Tables]] = {
+STREAMED = {
     "linear_cka": _linear_cka,
     "debiased_cka": _debiased_cka,
 }
@@ -199,35 +228,36 @@ def similarity_from_moments(
     check_choice("measure", measure, STREAMED)
     if not is_traced(moments.sums):
         diagonal = np.diagonal(np.asarray(moments.sums))
-        check_size(
-            MEASURES[measure].with_options(), "moments", int(diagonal[0]), max(moments.widths)
-        )
+        form = MEASURES[measure].with_options()
+        check_size(form, "moments", int(diagonal[0]), max(moments.widths))
         starts = np.cumsum((0, *moments.widths[:-1]))
-        _check_scale(np.add.reduceat(diagonal[1 : 1 + len(moments.mean)], starts) / diagonal[0])
-    found = _from_moments(moments, measure)[0]
-    if not is_traced(found) and np.isnan(np.diagonal(found)).any():
-        places = ", ".join(str(place) for place in np.flatnonzero(np.isnan(np.diagonal(found))))
-        warn(
-            f"{measure} is not defined for representation {places}, counted from 0: its values "
-            "are NaN."
-        )
-    return found
+        squares = np.add.reduceat(diagonal[1 : 1 + len(moments.mean)], starts)
+        _check_scale(squares / diagonal[0])
+
+    table, _ = _from_moments(moments, measure)
+    if not is_traced(table):
+        is_undefined = np.isnan(np.diagonal(table))
+        if is_undefined.any():
+            indices = ", ".join(map(str, np.flatnonzero(is_undefined)))
+            warn(
+                f"{measure} is not defined for representation {indices}, counted from 0: its "
+                "values are NaN."
+            )
+    return table
 
 
 def _check_scale(squares: np.ndarray) -> None:
     """Raise if squares of a representation's mean square overflow or underflow."""
     limits = np.finfo(squares.dtype)
-    low, high = (
-        float(limits.tiny / limits.eps) ** 0.5,
-        float(limits.max) ** 0.5 * float(limits.eps) ** 0.5,
-    )
+    low = float(limits.tiny / limits.eps) ** 0.5
+    high = float(limits.max) ** 0.5 * float(limits.eps) ** 0.5
     for square in squares.astype(np.float64):
-        if not (square == 0 or low < square < high):
-            wanted = (
+        if square != 0 and not low < square < high:
+            requirement = (
                 f"have representations of mean squares from {low:.0e} to {high:.0e}, whose "
                 "squares it holds"
             )
-            fail("moments", wanted, f"{square:.2g}", "Scale the features")
+            fail("moments", requirement, f"{square:.2g}", "Scale the features")
 
 
 @eqx.filter_jit
@@ -239,9 +269,9 @@ def _from_moments(moments: JointMoments, measure: str) -> Tables:
 def baseline_from_moments(
     moments: JointMoments, measure: str = "debiased_cka"
 ) -> Float[Array, "r r"]:
-    """Return the exact mean of a measure of each pair over all orders of one representation's samples, [R, R].
+    """Return the exact mean of a measure over all orders of one representation's samples, [R, R].
 
-    These are the values by chance, for independent representations.
+    These are the values by chance of each pair, for independent representations.
 
     Args:
         moments: Moments from `stream_moments`.
@@ -251,4 +281,5 @@ def baseline_from_moments(
         ValueError: If `measure` is another one.
     """
     check_choice("measure", measure, STREAMED)
-    return _from_moments(moments, measure)[1]
+    _, chance = _from_moments(moments, measure)
+    return chance

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -30,13 +31,21 @@ BATCH_BYTES = 16 * 2**20
 """Memory of one batch of prepared representations, in bytes."""
 
 CHUNKS = 10
-"""Largest number of chunks of the choices of one step. The host advances the progress meter after each chunk."""
+"""Largest number of chunks of the choices of one step.
+
+The host advances the progress meter after each chunk.
+"""
 
 SMALLEST_CHUNK = 5
 """Smallest number of choices in a chunk, unless a step has fewer."""
 
 Stacks = tuple[Array, ...]
 """Representations stacked by width, [items, n, p] each."""
+
+
+Piece = tuple[Stacks, list[int]]
+"""Stacks, and the label indices of their items."""
+
 
 Step = tuple[str, Any]
 """A task and its choices of samples, [choices, m].
@@ -71,138 +80,187 @@ def _tables(
     `second` is None for the pairs of one set. For the task "all", return the measure and, if the
     form has `expected`, its mean over all orders, [1 or 2, items, others].
     """
-    ready = _prepared(form, first, labels, None) if task == "orders" else None
+    fixed = []
+    if task == "orders":
+        fixed = _prepared(form, first, labels, None)
 
-    def prepared(rows: Array | None) -> tuple[list[Any], list[Any]]:
-        of_rows = labels[rows] if labels is not None and task == "blocks" else labels
+    def prepared(rows):
+        """Return both sets, prepared from the chosen rows."""
+        labels_of_rows = labels
+        if labels is not None and task == "blocks":
+            labels_of_rows = labels[rows]
         if task == "orders":
-            return ready or [], _prepared(form, second or first, of_rows, rows)
+            return fixed, _prepared(form, second or first, labels_of_rows, rows)
         if second is None:
-            a = _prepared(form, first, of_rows, rows)
-            return a, a
-        if [stack.shape[1:] for stack in first] == [
-            stack.shape[1:] for stack in second
-        ]:  # compiled once for both
-            stacks = tuple(jnp.concatenate(pair) for pair in zip(first, second, strict=True))
-            both = _prepared(form, stacks, of_rows, rows)
-            counts = [len(stack) for stack in first]
-            return _parts(both, [slice(count) for count in counts]), _parts(
-                both, [slice(n, None) for n in counts]
-            )
-        return _prepared(form, first, of_rows, rows), _prepared(form, second, of_rows, rows)
+            items = _prepared(form, first, labels_of_rows, rows)
+            return items, items
+        return _both_prepared(form, first, second, labels_of_rows, rows)
 
     if choices is not None:
         return lax.map(lambda rows: _table(form, *prepared(rows), symmetric), choices)
     a, b = prepared(None)
-    found = [_table(form, a, b, symmetric)]
+    measured = [_table(form, a, b, symmetric)]
     if form.expected is not None:
-        outer = jax.vmap(jax.vmap(form.expected, (None, 0)), (0, None))
-        found.append(jnp.block([[outer(one, other) for other in b] for one in a]))
-    return jnp.stack(found)
+        along = jax.vmap(form.expected, (None, 0))
+        outer = jax.vmap(along, (0, None))
+        blocks = []
+        for x in a:
+            blocks.append([outer(x, y) for y in b])
+        measured.append(jnp.block(blocks))
+    return jnp.stack(measured)
 
 
-def _parts(trees: list[Any], parts: list[slice]) -> list[Any]:
-    """Return a part of the leaves of each tree."""
-    return [
-        jax.tree.map(lambda leaf, part=part: leaf[part], tree)
-        for tree, part in zip(trees, parts, strict=True)
-    ]
+def _both_prepared(
+    form: Form, first: Stacks, second: Stacks, labels: Array | None, rows: Array | None
+) -> tuple[list[Any], list[Any]]:
+    """Return two prepared sets, whose preparation is compiled once if they have equal shapes."""
+    shapes = [stack.shape[1:] for stack in first]
+    if shapes != [stack.shape[1:] for stack in second]:
+        return _prepared(form, first, labels, rows), _prepared(form, second, labels, rows)
+
+    stacks = tuple(map(jnp.concatenate, zip(first, second, strict=True)))
+    a = []
+    b = []
+    for tree, stack in zip(_prepared(form, stacks, labels, rows), first, strict=True):
+        count = len(stack)
+        a.append(_chosen(tree, slice(count)))
+        b.append(_chosen(tree, slice(count, None)))
+    return a, b
 
 
 def _prepared(form: Form, stacks: Stacks, labels: Array | None, rows: Array | None) -> list[Any]:
     """Return the prepared representations of a set, in one stack per width."""
-    found = []
+    trees = []
     for stack in stacks:
-        own = stack if rows is None else stack[:, rows]
+        chosen = stack if rows is None else stack[:, rows]
         # Preparation takes some six times the memory of its result.
-        batch = int(
-            np.clip(
-                BATCH_BYTES // (6 * (_prepared_bytes(form, own, labels) + _bytes(own[0]))),
-                1,
-                len(own),
-            )
-        )
+        item_bytes = _prepared_bytes(form, chosen, labels) + _bytes(chosen[0])
+        batch = int(np.clip(BATCH_BYTES // (6 * item_bytes), 1, len(chosen)))
         # A batch of one would be computed by the slower products of batches.
-        found.append(
-            lax.map(
-                lambda x: form.prepared(x, labels), own, batch_size=None if batch == 1 else batch
-            )
-        )
-    return found
+        batch_size = None if batch == 1 else batch
+        trees.append(lax.map(lambda x: form.prepared(x, labels), chosen, batch_size=batch_size))
+    return trees
 
 
 def _table(form: Form, first: list[Any], second: list[Any], symmetric: bool) -> Array:
-    blocks: list[list[Array]] = []
+    """Return one measure of all pairs of two prepared sets."""
+    blocks = []
     for i, a in enumerate(first):
-        mirrored = [blocks[j][i].T for j in range(i)] if symmetric else []
-        rest = enumerate(second[len(mirrored) :], len(mirrored))
-        blocks.append(
-            mirrored + [_block(form, a, b, symmetric=symmetric and i == j) for j, b in rest]
-        )
+        row = []
+        for j, b in enumerate(second):
+            if symmetric and j < i:
+                row.append(blocks[j][i].T)
+            else:
+                row.append(_block(form, a, b, symmetric=symmetric and i == j))
+        blocks.append(row)
     return jnp.block(blocks)
 
 
 def _block(form: Form, a: Any, b: Any, *, symmetric: bool) -> Array:
     """Return one measure of all pairs of two stacks of prepared representations."""
     if form.compare is inner:
-        return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(_products, a.entries, b.entries))), 0)
-    size, others = (jax.tree.leaves(one)[0].shape[0] for one in (a, b))
+        products = jax.tree.map(_products, a.entries, b.entries)
+        return jnp.sum(jnp.stack(jax.tree.leaves(products)), 0)
+
+    num_rows = len(jax.tree.leaves(a)[0])
+    num_columns = len(jax.tree.leaves(b)[0])
+    # A symmetric row starts anywhere.
+    max_width = -(-num_columns // 5) if symmetric else num_columns
     # A comparison takes some four times the memory of one prepared representation.
-    width = TILE_BYTES * size // (4 * _bytes(a))
-    width = int(
-        np.clip(width, 1, -(-others // 5) if symmetric else others)
-    )  # a symmetric row starts anywhere
-    kind = jax.eval_shape(form.compare, _item(a, 0), _item(b, 0)).dtype
+    width = TILE_BYTES * num_rows // (4 * _bytes(a))
+    width = int(np.clip(width, 1, max_width))
+    num_tiles = -(-num_columns // width)
+    dtype = jax.eval_shape(form.compare, _chosen(a, 0), _chosen(b, 0)).dtype
+    compare = jax.vmap(form.compare, (None, 0))
 
-    def row(i: Array | int, out: Array) -> Array:
-        def put(tile: Array | int, out: Array) -> Array:
-            start = jnp.minimum(tile * width, others - width)
-            part = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, width), b)
-            found = jax.vmap(form.compare, (None, 0))(_item(a, i), part)
-            return lax.dynamic_update_slice(out, found[None], (i, start))
+    def fill_row(i, table):
+        def fill_tile(tile, table):
+            start = jnp.minimum(tile * width, num_columns - width)
+            columns = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, width), b)
+            values = compare(_chosen(a, i), columns)
+            return lax.dynamic_update_slice(table, values[None], (i, start))
 
-        return lax.fori_loop(i // width if symmetric else 0, -(-others // width), put, out)
+        first_tile = i // width if symmetric else 0
+        return lax.fori_loop(first_tile, num_tiles, fill_tile, table)
 
-    out = lax.fori_loop(0, size, row, jnp.zeros((size, others), kind))
-    return jnp.triu(out) + jnp.triu(out, 1).T if symmetric else out
+    zeros = jnp.zeros((num_rows, num_columns), dtype)
+    table = lax.fori_loop(0, num_rows, fill_row, zeros)
+    if symmetric:
+        table = jnp.triu(table) + jnp.triu(table, 1).T
+    return table
 
 
-def _item(tree: Any, index: Array | int) -> Any:
+def _chosen(tree: Any, index: Any) -> Any:
+    """Return the items of all leaves at an index or a slice."""
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
 def _products(a: Array, b: Array) -> Array:
     """Return the inner products of all items of `a` with all of `b`, [items, others].
 
-    On a CPU the sum over entries is split into parts that fit into the caches.
+    On a CPU the sum is over blocks of entries that fit into the caches.
     """
-    a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
-    parts = a.shape[1] // PART
-    if parts < 2 or jax.default_backend() != "cpu":
+    a = a.reshape(len(a), -1)
+    b = b.reshape(len(b), -1)
+    num_blocks = a.shape[1] // PART
+    if num_blocks < 2 or jax.default_backend() != "cpu":
         return product(a, b.T)
 
-    def add(index: Array | int, total: Array) -> Array:
-        own = [lax.dynamic_slice_in_dim(one, index * PART, PART, 1) for one in (a, b)]
-        return total + product(own[0], own[1].T)
+    def add(index, total):
+        start = index * PART
+        columns_a = lax.dynamic_slice_in_dim(a, start, PART, 1)
+        columns_b = lax.dynamic_slice_in_dim(b, start, PART, 1)
+        return total + product(columns_a, columns_b.T)
 
-    total = lax.fori_loop(0, parts, add, jnp.zeros((a.shape[0], b.shape[0]), a.dtype))
-    return total + product(a[:, parts * PART :], b[:, parts * PART :].T)
+    zeros = jnp.zeros((len(a), len(b)), a.dtype)
+    total = lax.fori_loop(0, num_blocks, add, zeros)
+    end = num_blocks * PART
+    return total + product(a[:, end:], b[:, end:].T)
 
 
-def _pieces(
-    form: Form, one: Items, labels: Array | None, budget: float
-) -> list[tuple[Stacks, list[int]]]:
+def _pieces(form: Form, items: Items, labels: Array | None, budget: float) -> list[Piece]:
     """Return stacks and their label indices, in as many pieces as memory requires."""
-    sizes = [_prepared_bytes(form, array, labels) for array in one.arrays]
-    if np.dot(sizes, [len(array) for array in one.arrays]) <= budget:
-        return [(tuple(one.arrays), sum(one.places, start=[]))]
+    sizes = [_prepared_bytes(form, array, labels) for array in items.arrays]
+    counts = [len(array) for array in items.arrays]
+    if np.dot(sizes, counts) <= budget:
+        return [(tuple(items.arrays), sum(items.indices, start=[]))]
     pieces = []
-    for size, array, places in zip(sizes, one.arrays, one.places, strict=True):
+    for size, array, indices in zip(sizes, items.arrays, items.indices, strict=True):
         step = max(1, int(budget // size))
-        pieces += [
-            ((array[i : i + step],), places[i : i + step]) for i in range(0, len(array), step)
-        ]
+        for start in range(0, len(array), step):
+            piece = slice(start, start + step)
+            pieces.append(((array[piece],), indices[piece]))
     return pieces
+
+
+def _assembled(
+    form: Form,
+    rows: list[Piece],
+    columns: list[Piece],
+    labels: Array | None,
+    symmetric: bool,
+    task: str,
+    choices: Array | None,
+) -> np.ndarray:
+    """Return the tables of all choices, [choices, items, others], from tables of pieces."""
+    num_rows = sum(len(indices) for _, indices in rows)
+    num_columns = sum(len(indices) for _, indices in columns)
+    assembled: Any = None
+    for i, (first, row_indices) in enumerate(rows):
+        for j, (second, column_indices) in enumerate(columns):
+            if symmetric and j < i:
+                continue
+            is_within = rows is columns and i == j
+            second_or_none = None if is_within else second
+            mirrors = symmetric and is_within
+            block = np.asarray(_tables(form, first, second_or_none, labels, choices, task, mirrors))
+            if assembled is None:
+                assembled = np.zeros((len(block), num_rows, num_columns), block.dtype)
+            assembled[(slice(None), *np.ix_(row_indices, column_indices))] = block
+            if symmetric and not is_within:
+                transposed = block.swapaxes(-1, -2)
+                assembled[(slice(None), *np.ix_(column_indices, row_indices))] = transposed
+    return assembled
 
 
 def tables(
@@ -215,17 +273,20 @@ def tables(
     budget: int | None = None,
     progress: str | MeterFactory | None = None,
 ) -> list[np.ndarray]:
-    """Return the tables of each step, [choices, items, others], with a meter that counts choices."""
-    within, shape = first is second, (len(first.labels), len(second.labels))
-    if form.gram is not None and not within:
-        first, second = of_one_width(first, second)
-    symmetric = measure.symmetric and within
-    arrays = first.arrays + ([] if within else second.arrays)
-    widths, items = [array.shape[2] for array in arrays], sum(array.shape[0] for array in arrays)
-    labels = form.labels_of(arrays[0].shape[1])
-    form = of_sizes(
-        form, arrays[0].shape[1], max(widths), min(widths), items=items, pairs=shape[0] * shape[1]
-    )
+    """Return the tables of each step, [choices, items, others]. A meter counts choices."""
+    is_within = first is second
+    num_pairs = len(first.labels) * len(second.labels)
+    arrays = first.arrays
+    if not is_within:
+        if form.gram is not None:
+            first, second = of_one_width(first, second)
+        arrays = first.arrays + second.arrays
+    number = arrays[0].shape[1]
+    labels = form.labels_of(number)
+    widths = [array.shape[2] for array in arrays]
+    num_items = sum(map(len, arrays))
+    form = of_sizes(form, number, max(widths), min(widths), items=num_items, pairs=num_pairs)
+
     if budget is None:
         budget = free_memory(arrays)
     else:
@@ -235,38 +296,31 @@ def tables(
             fail("memory_budget", f"be at least {needed} bytes, for two representations", budget)
     # Two pieces are held while they are compared.
     rows = _pieces(form, first, labels, budget / 2)
-    columns = rows if within else _pieces(form, second, labels, budget / 2)
+    columns = rows
+    if not is_within:
+        columns = _pieces(form, second, labels, budget / 2)
+    symmetric = measure.symmetric and is_within
+    table = partial(_assembled, form, rows, columns, labels, symmetric)
 
-    pairs = [(i, j) for i in range(len(rows)) for j in range(i if symmetric else 0, len(columns))]
-
-    def table(task: str, choices: Array | None) -> np.ndarray:
-        found: Any = None
-        for i, j in pairs:
-            (one, own), (other, others) = rows[i], columns[j]
-            same = within and i == j
-            second_stacks = None if same else other
-            part = np.asarray(
-                _tables(form, one, second_stacks, labels, choices, task, symmetric and same)
-            )
-            found = np.zeros((len(part), *shape), part.dtype) if found is None else found
-            found[(slice(None), *np.ix_(own, others))] = part
-            if symmetric and not same:
-                found[(slice(None), *np.ix_(others, own))] = part.swapaxes(-1, -2)
-        return found
-
-    done, found = 0, []
+    num_done = 0
+    results = []
     counts = [1 if choices is None else len(choices) for _, choices in steps]
     with closing(open_meter(progress, sum(counts), measure.name)) as meter:
         for (task, choices), count in zip(steps, counts, strict=True):
-            size, parts = min(count, max(SMALLEST_CHUNK, -(-count // CHUNKS))), []
+            size = min(count, max(SMALLEST_CHUNK, -(-count // CHUNKS)))
+            chunks = []
             for start in range(0, count, size):
-                meter.advance(done + start, task)
-                # The last choice fills the last chunk, so that one program computes all chunks.
-                chunk = np.minimum(np.arange(start, start + size), count - 1)
-                parts.append(
-                    table(task, None if choices is None else to_device(np.asarray(choices)[chunk]))
-                )
-            done += count
-            found.append(np.concatenate(parts)[: None if choices is None else count])
-        meter.advance(done, "done")
-    return found
+                meter.advance(num_done + start, task)
+                chunk = None
+                if choices is not None:
+                    # The last choice fills the last chunk, so that one program computes all chunks.
+                    indices = np.minimum(np.arange(start, start + size), count - 1)
+                    chunk = to_device(np.asarray(choices)[indices])
+                chunks.append(table(task, chunk))
+            num_done += count
+            joined = np.concatenate(chunks)
+            if choices is not None:
+                joined = joined[:count]
+            results.append(joined)
+        meter.advance(num_done, "done")
+    return results

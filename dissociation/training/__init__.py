@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "make_step", "State", "Epochs", "FullBatch", "HostBatches", "Online", "Sampler", "train", "fit", "FitResult",
-    "Save", "History", "Callback", "Progress", "CsvLog", "EarlyStop", "FreezeDiverged", "log_spaced_steps",
-    "fit_grid", "GridResult", "Grid",
+    "make_step", "State", "Epochs", "FullBatch", "HostBatches", "Online", "Sampler", "train", "fit",
+    "FitResult", "Save", "History", "Callback", "Progress", "CsvLog", "EarlyStop", "FreezeDiverged",
+    "log_spaced_steps", "fit_grid", "GridResult", "Grid",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

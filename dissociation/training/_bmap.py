@@ -33,7 +33,7 @@ def bmap(
     memory_budget: int | None = None,
     loop: str = "auto",
 ) -> Callable[..., Any]:
-    """Vectorise `fun` as `equinox.filter_vmap` does, in batches of `batch_size` along the mapped axis.
+    """Vectorise `fun` as `equinox.filter_vmap` does, in batches along the mapped axis.
 
     Values, structure and dtypes equal those of `equinox.filter_vmap`. Unmapped arguments reach
     `fun` unchanged: a Python number may set a shape. Every call traces `fun`, so put repeated calls
@@ -84,8 +84,10 @@ def bmap(
         "out_axes": out_axes,
         "axis_name": axis_name,
         "axis_size": axis_size,
+        "batch_size": batch_size,
+        "memory_budget": memory_budget,
+        "loop": loop,
     }
-    options |= {"batch_size": batch_size, "memory_budget": memory_budget, "loop": loop}
     if fun is None:
         return partial(bmap, **options)
     if isinstance(batch_size, str):
@@ -104,7 +106,7 @@ def bmap(
 
 
 class _Batched(eqx.Module):
-    """Function with its mapping options; a PyTree, so that arrays of a wrapped module stay leaves."""
+    """Function with its mapping options, as a PyTree: arrays of a wrapped module stay leaves."""
 
     fun: Callable[..., Any]
     in_axes: PyTree
@@ -120,7 +122,9 @@ class _Batched(eqx.Module):
         return self.fun
 
     def __get__(self, instance: Any, owner: Any) -> Any:
-        return self if instance is None else eqx.Partial(self, instance)
+        if instance is None:
+            return self
+        return eqx.Partial(self, instance)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if kwargs:
@@ -136,36 +140,42 @@ class _Batched(eqx.Module):
             return self._unmapped(args)
         if self.batch_size == "auto":
             return self._in_largest_batches(args, axes, size)
+
         # A single member needs no batching either, unless collectives need the mapped axis.
-        sequential = self.batch_size == 1 and self.axis_name is None
-        if (
-            self.batch_size is None
-            or self.batch_size > size
-            or (self.batch_size == size and not sequential)
-        ):
-            options = {"axis_name": self.axis_name, "axis_size": self.axis_size}
-            return eqx.filter_vmap(self.fun, in_axes=in_axes, out_axes=self.out_axes, **options)(
-                *args
+        is_sequential = self.batch_size == 1 and self.axis_name is None
+        is_one_batch = self.batch_size is None or self.batch_size > size
+        if is_one_batch or (self.batch_size == size and not is_sequential):
+            vectorised = eqx.filter_vmap(
+                self.fun,
+                in_axes=in_axes,
+                out_axes=self.out_axes,
+                axis_name=self.axis_name,
+                axis_size=self.axis_size,
             )
+            return vectorised(*args)
         if self.axis_name is not None:
-            wanted = f"be at least the {size} members while `axis_name` is given"
-            checks.fail("batch_size", wanted, self.batch_size, "Collectives cannot cross batches")
+            checks.fail(
+                "batch_size",
+                f"be at least the {size} members while `axis_name` is given",
+                self.batch_size,
+                "Collectives cannot cross batches",
+            )
         return self._in_batches(args, axes, size)
 
     def _unmapped(self, args: tuple[Any, ...]) -> Any:
         """Call the function once; raise if a result is to be stacked."""
         out = self.fun(*args)
         if any(axis is not None for axis in _axis_of_each_leaf("out_axes", self.out_axes, out)):
-            advice = "Map one, give `axis_size`, or set `out_axes` to None"
             checks.fail(
                 "in_axes",
                 "map at least one argument if results are stacked",
                 "nothing to map",
-                advice,
+                "Map one, give `axis_size`, or set `out_axes` to None",
             )
         return out
 
     def _in_largest_batches(self, args: tuple[Any, ...], axes: list[int | None], size: int) -> Any:
+        """Return the results in the largest batches that fit the memory budget."""
         leaves, structure = jax.tree.flatten(args)
 
         def of_size(count: int) -> Callable[[list[Any]], Any]:
@@ -176,60 +186,76 @@ class _Batched(eqx.Module):
         return run_largest(of_size, mapped, size, self.memory_budget)
 
     def _in_batches(self, args: tuple[Any, ...], axes: list[int | None], size: int) -> Any:
+        """Return the results in batches of `batch_size`."""
         leaves, structure = jax.tree.flatten(args)
 
-        def member(row: tuple[Any, list[Any]]) -> Any:
+        def run_member(row: tuple[Any, list[Any]]) -> Any:
             """Return one member's mapped leaves, common leaves, output axes and tree structure."""
             out = self.fun(*structure.unflatten(_filled(leaves, axes, row[1])))
             out_axes = _axis_of_each_leaf("out_axes", self.out_axes, out)
-            outputs = list(zip(jax.tree.leaves(out), out_axes, strict=True))
-            mapped = [None if axis is None else jnp.asarray(leaf) for leaf, axis in outputs]
-            common = [leaf if axis is None else None for leaf, axis in outputs]
+            mapped = []
+            common = []
+            for leaf, axis in zip(jax.tree.leaves(out), out_axes, strict=True):
+                if axis is None:
+                    mapped.append(None)
+                    common.append(leaf)
+                else:
+                    mapped.append(jnp.asarray(leaf))
+                    common.append(None)
             return mapped, common, out_axes, jax.tree.structure(out)
 
-        mapped = [jnp.moveaxis(jnp.asarray(leaf), axis, 0)
-                  for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]  # fmt: skip
-        rows = jnp.arange(size), mapped  # with `axis_size` alone there are no mapped arrays
+        mapped = []
+        for leaf, axis in zip(leaves, axes, strict=True):
+            if axis is not None:
+                mapped.append(jnp.moveaxis(jnp.asarray(leaf), axis, 0))
+        rows = (jnp.arange(size), mapped)  # with `axis_size` alone there are no mapped arrays
+
         # Shapes from `eval_shape` keep weak types; example arrays of the same dtype would lose
         # them.
-        example = jax.eval_shape(lambda arrays: jax.tree.map(lambda leaf: leaf[0], arrays), rows)
-        one = eqx.filter_closure_convert(member, example)
-        _, common, out_axes, out_structure = eqx.filter_eval_shape(one, example)
-        own_of = lambda row: one(row)[0]  # noqa: E731
-        program = trace(own_of, example)
-        operations = program.code.primitives
-        known = not any(checks.is_traced(leaf) for leaf in jax.tree.leaves((program, rows)))
-        if self._unrolls(operations, known, size):
-            starts = range(0, size, self.batch_size)
-            parts = [
-                _batch(own_of, jax.tree.map(lambda leaf, i=i: leaf[i : i + self.batch_size], rows))
-                for i in starts
-            ]
-            gathered = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
-        elif known and not program.weak:
-            threads = (
-                number_of_threads(size, operations, (program, rows)) if self.batch_size == 1 else 1
-            )
-            gathered = map_shards(_looped_over, (program, self.batch_size), rows, size, threads)
-        else:
-            gathered = _loop_over((own_of, self.batch_size), rows)
-        if any(
-            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in common
-        ):  # raises if one depends on a mapped argument
-            first = jax.tree.map(lambda leaf: leaf[:1], rows)
-            common = eqx.filter_vmap(lambda row: one(row)[1], out_axes=None)(first)
-        leaves = [
-            leaf if axis is None else jnp.moveaxis(rows, 0, axis)
-            for leaf, rows, axis in zip(common, gathered, out_axes, strict=True)
-        ]
-        return out_structure.unflatten(leaves)
+        example = jax.eval_shape(_first, rows)
+        converted = eqx.filter_closure_convert(run_member, example)
+        _, common, out_axes, out_structure = eqx.filter_eval_shape(converted, example)
+        columns = self._mapped_over(lambda row: converted(row)[0], rows, example, size)
 
-    def _unrolls(self, operations: frozenset[str], known: bool, size: int) -> bool:
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in common):
+            first_row = jax.tree.map(lambda leaf: leaf[:1], rows)
+            # This raises if a leaf depends on a mapped argument.
+            common = eqx.filter_vmap(lambda row: converted(row)[1], out_axes=None)(first_row)
+        out_leaves = []
+        for leaf, column, axis in zip(common, columns, out_axes, strict=True):
+            if axis is not None:
+                leaf = jnp.moveaxis(column, 0, axis)
+            out_leaves.append(leaf)
+        return out_structure.unflatten(out_leaves)
+
+    def _mapped_over(self, function: Callable[..., Any], rows: Any, example: Any, size: int) -> Any:
+        """Return the stacked results of a function of one row for all rows."""
+        program = trace(function, example)
+        operations = program.code.primitives
+        leaves = jax.tree.leaves((program, rows))
+        is_known = not any(map(checks.is_traced, leaves))
+        if self._unrolls(operations, is_known, size):
+            batches = []
+            for start in range(0, size, self.batch_size):
+                span = slice(start, start + self.batch_size)
+                batch = jax.tree.map(lambda leaf, span=span: leaf[span], rows)
+                batches.append(_batch(function, batch))
+            return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *batches)
+
+        if is_known and not program.weak:
+            threads = 1
+            if self.batch_size == 1:
+                threads = number_of_threads(size, operations, (program, rows))
+            return map_shards(_looped_over, (program, self.batch_size), rows, size, threads)
+        return _loop_over((function, self.batch_size), rows)
+
+    def _unrolls(self, operations: frozenset[str], is_known: bool, size: int) -> bool:
+        """Return True if a Python loop runs the batches; warn if it should but cannot."""
         if self.loop != "auto":
             return self.loop == "unroll"
         if jax.default_backend() != "cpu" or "conv_general_dilated" not in operations:
             return False
-        if not known and size > 1:
+        if not is_known and size > 1:
             message = (
                 "bmap loops over batches with a convolution inside a compiled program on a CPU, "
                 "where XLA is slow. "
@@ -237,32 +263,36 @@ class _Batched(eqx.Module):
                 "without this warning."
             )
             checks.warn(message, UserWarning)
-        return known
+        return is_known
 
 
 def _filled(leaves: list[Any], axes: list[int | None], mapped: list[Any]) -> list[Any]:
     """Return all leaves, with the mapped ones replaced in order."""
-    values = iter(mapped)
-    return [leaf if axis is None else next(values) for leaf, axis in zip(leaves, axes, strict=True)]
+    new = iter(mapped)
+    return [leaf if axis is None else next(new) for leaf, axis in zip(leaves, axes, strict=True)]
 
 
-def _loop_over(how: tuple[Callable[..., Any], int], rows: Any) -> Any:
-    one, batch_size = how
-    # Without batching rules, products and convolutions of single members keep their fast forms.
-    return (
-        jax.lax.map(one, rows) if batch_size == 1 else jax.lax.map(one, rows, batch_size=batch_size)
-    )
+def _first(rows: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[0], rows)
+
+
+def _loop_over(shared: tuple[Callable[..., Any], int], rows: Any) -> Any:
+    """Map a function over rows in a compiled loop; `shared` holds function and batch size."""
+    function, batch_size = shared
+    if batch_size == 1:
+        # Without batching rules, products and convolutions of single members keep their fast forms.
+        return jax.lax.map(function, rows)
+    return jax.lax.map(function, rows, batch_size=batch_size)
 
 
 _looped_over = eqx.filter_jit(_loop_over)  # equal programs compile once
 
 
-def _batch(own_of: Callable[..., Any], rows: Any) -> list[Any]:
+def _batch(function: Callable[..., Any], rows: Any) -> list[Any]:
+    """Return the stacked results of `function` for the rows of one batch."""
     if len(rows[0]) == 1:
-        return jax.tree.map(
-            lambda leaf: leaf[None], own_of(jax.tree.map(lambda leaf: leaf[0], rows))
-        )
-    return jax.vmap(own_of)(rows)
+        return jax.tree.map(lambda leaf: leaf[None], function(_first(rows)))
+    return jax.vmap(function)(rows)
 
 
 def _in_axes_by_position(fun: Callable[..., Any], in_axes: PyTree, args: tuple[Any, ...]) -> PyTree:
@@ -289,17 +319,20 @@ def _axis_of_each_leaf(name: str, prefix: PyTree, tree: Any) -> list[int | None]
             checks.fail(
                 name, "consist of None, integers and functions from leaf to axis", repr(axis)
             )
-        of_leaf: Any = axis if callable(axis) else lambda _: axis
-        axes.extend(of_leaf(leaf) for leaf in jax.tree.leaves(subtree))
+        for leaf in jax.tree.leaves(subtree):
+            leaf_axis = axis
+            if callable(axis):
+                leaf_axis = axis(leaf)
+            axes.append(leaf_axis)
 
     try:
         jax.tree.map(resolve, prefix, tree, is_leaf=lambda axis: axis is None)
     except ValueError as error:
         if str(error).startswith(f"`{name}`"):
             raise
-        what = "arguments" if name == "in_axes" else "results"
+        values = "arguments" if name == "in_axes" else "results"
         raise ValueError(
-            f"`{name}` must be a prefix of the tree of {what}, got another structure: {error}"
+            f"`{name}` must be a prefix of the tree of {values}, got another structure: {error}"
         ) from error
     return axes
 
@@ -314,18 +347,24 @@ def _common_size(
             continue
         name = _name_of(fun, path)
         if not eqx.is_array(leaf):
-            advice = "Set its axis to None, or use eqx.if_array"
-            checks.fail(name, f"be an array, as `in_axes` maps its axis {axis}", repr(leaf), advice)
+            checks.fail(
+                name,
+                f"be an array, as `in_axes` maps its axis {axis}",
+                repr(leaf),
+                "Set its axis to None, or use eqx.if_array",
+            )
         if not -leaf.ndim <= axis < leaf.ndim:
             checks.fail(name, f"have the axis {axis} that `in_axes` maps", f"shape {leaf.shape}")
         sizes[name] = leaf.shape[axis]
     if not sizes:
         return None
-    first, size = next(iter(sizes.items()))
-    for name, other in sizes.items():
-        if other != size:
+    first_name, size = next(iter(sizes.items()))
+    for name, length in sizes.items():
+        if length != size:
             checks.fail(
-                name, f"have as many members along its mapped axis as `{first}` ({size})", other
+                name,
+                f"have as many members along its mapped axis as `{first_name}` ({size})",
+                length,
             )
     return size
 
@@ -337,9 +376,9 @@ def _name_of(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    by_name = (
-        index < len(parameters) and parameters[index].kind is not inspect.Parameter.VAR_POSITIONAL
-    )
-    return (parameters[index].name if by_name else f"args[{index}]") + jax.tree_util.keystr(
-        path[1:]
-    )
+    name = f"args[{index}]"
+    if index < len(parameters):
+        parameter = parameters[index]
+        if parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
+            name = parameter.name
+    return name + jax.tree_util.keystr(path[1:])

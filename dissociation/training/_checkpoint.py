@@ -29,31 +29,40 @@ _ADVICE = "Delete it to start from scratch."
 
 def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None = None) -> None:
     """Write `tree` and a header atomically."""
-    described, blobs = [], []
+    entries = []
+    blobs = []
     for name, leaf in _storable_leaves(tree):
-        numbers = type(leaf) in _NUMBERS or _is_key(leaf)
-        numbers = numbers or leaf.dtype.kind in "bmM" or jnp.issubdtype(leaf.dtype, np.number)
-        if not numbers or isinstance(leaf, np.ma.MaskedArray | jax.ShapeDtypeStruct):
-            got = f"a {type(leaf).__name__} of {leaf.dtype}{name and f' at {name}'}"
-            checks.fail_kind(
-                "tree", "hold arrays of numbers or dates", got, "Text can be in `header`"
-            )
+        _check_storable(name, leaf)
         entry, blob = _encode(leaf)
-        described.append({"path": name, "bytes": len(blob), "crc32": zlib.crc32(blob), **entry})
+        entries.append({"path": name, "bytes": len(blob), "crc32": zlib.crc32(blob), **entry})
         blobs.append(blob)
-    meta = json.dumps({"user": header or {}, "leaves": described}).encode()
+    meta = json.dumps({"user": header or {}, "leaves": entries}).encode()
+    length = len(meta).to_bytes(8, "little")
+    checksum = zlib.crc32(meta).to_bytes(4, "little")
     with replacing(path) as file:
-        file.write(
-            MAGIC + len(meta).to_bytes(8, "little") + zlib.crc32(meta).to_bytes(4, "little") + meta
-        )
+        file.write(MAGIC + length + checksum + meta)
         for blob in blobs:
             file.write(blob)
+
+
+def _check_storable(name: str, leaf: Any) -> None:
+    """Raise unless a leaf holds numbers, dates or keys."""
+    is_numeric = type(leaf) in _NUMBERS or _is_key(leaf)
+    is_numeric = is_numeric or leaf.dtype.kind in "bmM" or jnp.issubdtype(leaf.dtype, np.number)
+    if not is_numeric or isinstance(leaf, np.ma.MaskedArray | jax.ShapeDtypeStruct):
+        checks.fail_kind(
+            "tree",
+            "hold arrays of numbers or dates",
+            f"a {type(leaf).__name__} of {leaf.dtype}{name and f' at {name}'}",
+            "Text can be in `header`",
+        )
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the header that was given to `save`."""
     with _reading(path):
-        return dict(_read_meta(Path(path).read_bytes(), path)[0]["user"])
+        meta, _ = _read_meta(Path(path).read_bytes(), path)
+        return dict(meta["user"])
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
@@ -75,27 +84,30 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
 def _restored(path: str | os.PathLike[str], like: Any) -> Any:
     contents = Path(path).read_bytes()
     meta, offset = _read_meta(contents, path)
-    wanted, values = dict(_storable_leaves(like)), {}
-    if different := sorted(wanted.keys() ^ {entry["path"] for entry in meta["leaves"]}):
-        raise RefusedFile(
-            f"{path}: the leaf {different[0]} is "
-            f"{'lacking' if different[0] in wanted else 'unknown'}."
-        )
+    like_leaves = dict(_storable_leaves(like))
+    stored_names = {entry["path"] for entry in meta["leaves"]}
+    different = sorted(like_leaves.keys() ^ stored_names)
+    if different:
+        name = different[0]
+        status = "lacking" if name in like_leaves else "unknown"
+        raise RefusedFile(f"{path}: the leaf {name} is {status}.")
+
+    leaves = {}
     for entry in meta["leaves"]:
+        name = entry["path"]
         blob = contents[offset : offset + entry["bytes"]]
         offset += entry["bytes"]
         if len(blob) != entry["bytes"] or zlib.crc32(blob) != entry["crc32"]:
             raise RefusedFile(
-                f"{path} is damaged at the leaf {entry['path']}: its checksum does not fit. "
-                f"{_ADVICE}"
+                f"{path} is damaged at the leaf {name}: its checksum does not fit. {_ADVICE}"
             )
-        values[entry["path"]] = _decode(entry, blob, wanted[entry["path"]], path)
+        leaves[name] = _decode(entry, blob, like_leaves[name], path)
     if offset != len(contents):
         raise RefusedFile(
             f"{path} is damaged: {len(contents) - offset} bytes follow its last leaf. {_ADVICE}"
         )
     return jax.tree_util.tree_map_with_path(
-        lambda p, leaf: values.get(jax.tree_util.keystr(p), leaf), like
+        lambda p, leaf: leaves.get(jax.tree_util.keystr(p), leaf), like
     )
 
 
@@ -110,11 +122,11 @@ def fingerprint(tree: Any) -> str:
 
 
 def _storable_leaves(tree: Any) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    """Return the paths and leaves that are numbers, arrays, or shapes of arrays."""
     kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
     return [
-        (jax.tree_util.keystr(p), leaf)
-        for p, leaf in leaves
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if type(leaf) in _NUMBERS or isinstance(leaf, kinds)
     ]
 
@@ -127,60 +139,69 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _encode(leaf: Any) -> tuple[dict[str, Any], "bytes | memoryview"]:
+    """Return the description of a leaf for the header, and its bytes."""
     if type(leaf) in _NUMBERS:
-        return {
-            "kind": "number",
-            "value": [leaf.real, leaf.imag] if type(leaf) is complex else leaf,
-        }, b""
+        number = leaf
+        if type(leaf) is complex:
+            number = [leaf.real, leaf.imag]
+        return {"kind": "number", "value": number}, b""
     if _is_key(leaf):
-        data = np.asarray(jax.random.key_data(leaf))
-        kind = {"kind": "key", "implementation": str(jax.random.key_impl(leaf))}
+        array = np.asarray(jax.random.key_data(leaf))
+        entry = {"kind": "key", "implementation": str(jax.random.key_impl(leaf))}
     else:
-        data, kind = np.asarray(leaf), {"kind": "array"}
-        data = data.astype(data.dtype.newbyteorder("="), copy=False)
-    contents = np.ascontiguousarray(data).reshape(-1).view(np.uint8)  # no copy: states may be large
-    return {**kind, "dtype": data.dtype.name, "shape": list(data.shape)}, contents.data
+        array = np.asarray(leaf)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        entry = {"kind": "array"}
+    contents = np.ascontiguousarray(array).reshape(-1).view(np.uint8)  # no copy of large states
+    return {**entry, "dtype": array.dtype.name, "shape": list(array.shape)}, contents.data
 
 
 def _decode(entry: dict[str, Any], blob: bytes, like: Any, path: Any) -> Any:
+    """Return a leaf of the type of `like`; raise unless shape and dtype fit."""
     name = entry["path"]
     if entry["kind"] == "number":
-        value = complex(*entry["value"]) if isinstance(entry["value"], list) else entry["value"]
-        if type(like) is not type(value):
+        number = entry["value"]
+        if isinstance(number, list):
+            number = complex(*number)
+        if type(like) is not type(number):
             raise RefusedFile(
-                f"{path}: the leaf {name} is {value!r}, wanted a {type(like).__name__}."
+                f"{path}: the leaf {name} is {number!r}, wanted a {type(like).__name__}."
             )
-        return value
-    dtype = jnp.dtype(entry["dtype"])
-    data = np.frombuffer(blob, dtype).reshape(entry["shape"])
-    given: Any = data
+        return number
+
+    stored_dtype = jnp.dtype(entry["dtype"])
+    array: Any = np.frombuffer(blob, stored_dtype).reshape(entry["shape"])
     if entry["kind"] == "key":
-        given = jax.random.wrap_key_data(to_device(data), impl=entry["implementation"])
-    shape, wanted = np.shape(like), getattr(like, "dtype", None) or np.asarray(like).dtype
-    if given.shape != shape or given.dtype != (
-        wanted if _is_key(like) else jnp.dtype(wanted).newbyteorder("=")
-    ):
-        found = f"shape {given.shape} and dtype {given.dtype}"
-        raise RefusedFile(f"{path}: the leaf {name} has {found}, wanted {shape} and {wanted}.")
+        array = jax.random.wrap_key_data(to_device(array), impl=entry["implementation"])
+    shape = np.shape(like)
+    dtype = getattr(like, "dtype", None) or np.asarray(like).dtype
+    native_dtype = dtype if _is_key(like) else jnp.dtype(dtype).newbyteorder("=")
+    if array.shape != shape or array.dtype != native_dtype:
+        stored = f"shape {array.shape} and dtype {array.dtype}"
+        raise RefusedFile(f"{path}: the leaf {name} has {stored}, wanted {shape} and {dtype}.")
+
     if isinstance(like, np.ndarray | np.generic):
-        data = data.astype(wanted)
-        return data[()] if isinstance(like, np.generic) else data
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise RefusedFile(f"{path}: the leaf {name} is {dtype}. Enable JAX's 64 bits to read it.")
-    return to_device(given)
+        array = array.astype(dtype)
+        return array[()] if isinstance(like, np.generic) else array
+    if jax.dtypes.canonicalize_dtype(stored_dtype) != stored_dtype:
+        raise RefusedFile(
+            f"{path}: the leaf {name} is {stored_dtype}. Enable JAX's 64 bits to read it."
+        )
+    return to_device(array)
 
 
 def _read_meta(contents: bytes, path: Any) -> tuple[dict[str, Any], int]:
-    size, start = len(MAGIC), len(MAGIC) + 12
+    """Return the header and the offset of the first leaf."""
+    size = len(MAGIC)
+    start = size + 12
     if contents[:size] != MAGIC:
         raise RefusedFile(
             f"{path} must be a checkpoint that begins with {MAGIC!r}, got {contents[:16]!r}. "
             f"{_ADVICE}"
         )
     end = start + int.from_bytes(contents[size : size + 8], "little")
+    checksum = int.from_bytes(contents[size + 8 : start], "little")
     meta = contents[start:end]
-    if len(contents) < end or zlib.crc32(meta) != int.from_bytes(
-        contents[size + 8 : start], "little"
-    ):
+    if len(contents) < end or zlib.crc32(meta) != checksum:
         raise RefusedFile(f"{path} is damaged: its header cannot be read. {_ADVICE}")
     return json.loads(meta), end

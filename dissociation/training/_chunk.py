@@ -29,72 +29,82 @@ MAX_CHUNK = 512
 
 
 def shapes(tree: Any, first: int) -> Any:
-    """Return shapes and dtypes without the first axes."""
+    """Return shapes and dtypes without the `first` leading axes."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[first:], leaf.dtype), tree)
 
 
 @eqx.filter_jit
 def drawn(sampler: Sampler, keys: Array, block: Any) -> Any:
     """Return the plan of a block, one for all members or one per key."""
-    return (
-        sampler.plan(keys, block)
-        if sampler.shared
-        else jax.vmap(sampler.plan, (0, None))(keys, block)
-    )
+    if sampler.shared:
+        return sampler.plan(keys, block)
+    return jax.vmap(sampler.plan, (0, None))(keys, block)
 
 
 def trace_step(step: Step, sampler: Sampler, example: Any, size: int | None, mesh: Any) -> Traced:
-    """Trace (state, sampler arrays, plan, index in the block, key) -> (state, info) on arguments like `example`.
+    """Trace one step of one member on arguments like `example`.
 
+    The function maps (state, sampler arrays, plan, index in the block, key) to (state, info).
     Batches of `size` are split over the data axis of a `mesh`.
     """
     static = eqx.filter(sampler, eqx.is_array, inverse=True)
 
-    def function(state: State, arrays: Any, plan: Any, within: Array, key: Array) -> Any:
-        batch = eqx.combine(arrays, static).batch(plan, within, size)
-        return step(state, batch if mesh is None else jax.tree.map(over_data, batch), key)
-
     def over_data(leaf: Array) -> Array:
-        axes = (DATA_AXIS,) if leaf.ndim and leaf.shape[0] % mesh.shape[DATA_AXIS] == 0 else ()
+        axes = ()
+        if leaf.ndim and leaf.shape[0] % mesh.shape[DATA_AXIS] == 0:
+            axes = (DATA_AXIS,)
         return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
 
-    inside: Any = nullcontext()
+    def function(state: State, arrays: Any, plan: Any, within: Array, key: Array) -> Any:
+        batch = eqx.combine(arrays, static).batch(plan, within, size)
+        if mesh is not None:
+            batch = jax.tree.map(over_data, batch)
+        return step(state, batch, key)
+
+    mesh_context: Any = nullcontext()
     if mesh is not None:  # as inside `map_members`, where the axis of members is manual
-        inside = jax.sharding.use_abstract_mesh(
-            mesh.abstract_mesh.update_axis_types({MEMBER_AXIS: AxisType.Manual})
-        )
-    with inside:
+        manual = mesh.abstract_mesh.update_axis_types({MEMBER_AXIS: AxisType.Manual})
+        mesh_context = jax.sharding.use_abstract_mesh(manual)
+    with mesh_context:
         return trace(function, *example)
 
 
 def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
-    """Trace (state, step, key) -> JAX arrays of `observe` for one member; its state is the result of `observable`."""
+    """Trace (state, step, key) -> JAX arrays of `observe` for one member.
+
+    The traced function takes the `observable` part of the state.
+    """
     if not callable(observe):
         checks.fail_kind("save", "have a function as `observe`", repr(observe))
+    names = [] if state.aux is None else ["aux"]
     advice = (
         "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"
     )
-    words = ("model", *([] if state.aux is None else ["aux"]), "step", "key")
-    checks.check_call("observe", observe, words, advice)
+    checks.check_call("observe", observe, ("model", *names, "step", "key"), advice)
 
     def observation(state: State, step: Array, key: Array) -> Any:
-        carried = () if state.aux is None else (state.aux,)
+        carried = [] if state.aux is None else [state.aux]
         try:
-            found = observe(state.model, *carried, step, key)
+            observed = observe(state.model, *carried, step, key)
         except jax.errors.JAXTypeError as error:  # such as `float` of a traced number
-            got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            checks.fail_kind("observe", "be of JAX's operations, which are compiled", got)
-        return jax.tree.map(_as_numbers, found)
+            checks.fail_kind(
+                "observe",
+                "be of JAX's operations, which are compiled",
+                f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            )
+        return jax.tree.map(_as_numbers, observed)
 
     return trace(observation, observable(state), *example)
 
 
-def _as_numbers(part: Any) -> Array:
-    """Return a part of an observation as an array."""
-    known = part if isinstance(part, Array) else np.asarray(part)
-    if not number_kind(known.dtype):
-        checks.fail_kind("observe", "return arrays of numbers", describe(part))
-    return jnp.asarray(part)
+def _as_numbers(leaf: Any) -> Array:
+    """Return a leaf of an observation as an array; raise unless it holds numbers."""
+    array = leaf
+    if not isinstance(leaf, Array):
+        array = np.asarray(leaf)
+    if not number_kind(array.dtype):
+        checks.fail_kind("observe", "return arrays of numbers", describe(leaf))
+    return jnp.asarray(leaf)
 
 
 def observable(state: State) -> State:
@@ -115,21 +125,21 @@ def run_chunk(inputs: Any, state: State) -> Any:
     batches per member and common, and `[first step, place in the block, steps]`. The state is
     donated.
     """
-    how, traced, keys, active, mapped, common, place = inputs
-    unrolls, infos = how["member_map"] == "unroll", traced.out[1]
-    rows = 1 if unrolls else MAX_CHUNK
+    how, traced, keys, active, member_sources, common_sources, span = inputs
+    is_unrolled = how["member_map"] == "unroll"
+    info_shapes = traced.out[1]
+    num_rows = 1 if is_unrolled else MAX_CHUNK
 
-    def one(shared: Any, stacked: Any) -> Any:
+    def run_member(shared: Any, stacked: Any) -> Any:
         # `steps` is traced: chunk lengths follow wall time, and a loop of constant length 1 rounds
         # differently.
-        traced, common, (start, within, steps) = shared
-        state, mapped, key, goes_on = stacked
-        source = [
-            mine if theirs is None else theirs for mine, theirs in zip(mapped, common, strict=True)
-        ]
+        traced, common_sources, (start, within, steps) = shared
+        state, member_sources, key, is_active = stacked
+        pairs = zip(member_sources, common_sources, strict=True)
+        sources = [of_member if of_all is None else of_all for of_member, of_all in pairs]
 
         def step(i: Array | int, state: State) -> Any:
-            return traced(state, *source, within + i, jax.random.fold_in(key, start + i))
+            return traced(state, *sources, within + i, jax.random.fold_in(key, start + i))
 
         def body(i: Array | int, carry: Any) -> Any:
             state, buffers = carry
@@ -139,67 +149,94 @@ def run_chunk(inputs: Any, state: State) -> Any:
             )
 
         def run(state: State) -> Any:
-            if unrolls:
+            if is_unrolled:
                 state, info = step(0, state)
                 return state, jax.tree.map(lambda leaf: leaf[None], info)
-            buffers = jax.tree.map(lambda leaf: jnp.zeros((rows, *leaf.shape), leaf.dtype), infos)
+            buffers = jax.tree.map(
+                lambda leaf: jnp.zeros((num_rows, *leaf.shape), leaf.dtype), info_shapes
+            )
             return jax.lax.fori_loop(0, steps, body, (state, buffers))
 
         def stay(state: State) -> Any:
-            return state, jax.tree.map(lambda leaf: missing((rows, *leaf.shape), leaf.dtype), infos)
+            return state, jax.tree.map(
+                lambda leaf: missing((num_rows, *leaf.shape), leaf.dtype), info_shapes
+            )
 
-        return run(state) if goes_on is None else jax.lax.cond(goes_on, run, stay, state)
+        if is_active is None:
+            return run(state)
+        return jax.lax.cond(is_active, run, stay, state)
 
-    shared = traced, common, place
+    shared = (traced, common_sources, span)
     if how["member_map"] != "scan" or how["mesh"] is not None:
-        return map_members(one, shared, (state, mapped, keys, active), **how)
-    # This loop updates the state in place; `jax.lax.map` would hold it twice.
-    own, static = eqx.partition(state, eqx.is_array)
-    rest, rest_static = eqx.partition((mapped, keys, active), eqx.is_array)
+        return map_members(run_member, shared, (state, member_sources, keys, active), **how)
+    return _scan_in_place(run_member, shared, state, (member_sources, keys, active))
 
-    def of_member(own: Any, each: Any) -> Any:
-        i, rest = each
-        member = eqx.combine(jax.tree.map(lambda leaf: leaf[i], own), static)
-        after, infos = one(shared, (member, *eqx.combine(rest, rest_static)))
-        return jax.tree.map(
-            lambda leaf, new: leaf.at[i].set(new), own, eqx.filter(after, eqx.is_array)
-        ), infos
 
-    own, infos = jax.lax.scan(of_member, own, (jnp.arange(count(state)), rest))
-    return eqx.combine(own, static), infos
+def _scan_in_place(run_member: Any, shared: Any, state: State, member_inputs: Any) -> Any:
+    """Run members sequentially, and replace the state of each by its new state.
+
+    `jax.lax.map` would hold two copies of the states.
+    """
+    state_arrays, state_static = eqx.partition(state, eqx.is_array)
+    input_arrays, input_static = eqx.partition(member_inputs, eqx.is_array)
+
+    def run_and_store(state_arrays: Any, row: Any) -> Any:
+        index, row_arrays = row
+        member_arrays = jax.tree.map(lambda leaf: leaf[index], state_arrays)
+        member_state = eqx.combine(member_arrays, state_static)
+        row_inputs = eqx.combine(row_arrays, input_static)
+        new_state, infos = run_member(shared, (member_state, *row_inputs))
+
+        new_arrays = eqx.filter(new_state, eqx.is_array)
+        updated = jax.tree.map(
+            lambda leaf, new_leaf: leaf.at[index].set(new_leaf), state_arrays, new_arrays
+        )
+        return updated, infos
+
+    rows = (jnp.arange(count(state)), input_arrays)
+    state_arrays, infos = jax.lax.scan(run_and_store, state_arrays, rows)
+    return eqx.combine(state_arrays, state_static), infos
 
 
 def largest_batch(inputs: Any, state: State) -> int:
-    """Return the number of members per batch and device that fits in free memory; `inputs` as in `run_chunk`."""
-    how, *others = inputs
+    """Return the number of members per batch and device that fits in free memory.
+
+    `inputs` as in `run_chunk`.
+    """
+    how, *chunk_inputs = inputs
 
     def bytes_of(size: int) -> int:
         jitted: Any = run_chunk
-        return program_bytes(
-            jitted.lower((how | {"members_per_batch": size}, *others), state).compile().compiled
-        )
+        sized = how | {"members_per_batch": size}
+        program = jitted.lower((sized, *chunk_inputs), state).compile()
+        return program_bytes(program.compiled)
 
-    free = free_memory(jax.tree.leaves(eqx.filter(state, eqx.is_array)))
-    return largest(bytes_of, count(state) // member_devices(how["mesh"]), free)
+    arrays = jax.tree.leaves(eqx.filter(state, eqx.is_array))
+    num_members = count(state) // member_devices(how["mesh"])
+    return largest(bytes_of, num_members, free_memory(arrays))
 
 
 def missing(shape: tuple[int, ...], dtype: Any) -> Array:
     """Return the fill value for missing entries: NaN, the smallest integer, or False."""
+    fill: Any = False
     if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.full(shape, jnp.nan, dtype)
-    return jnp.full(
-        shape, jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False, dtype
-    )
+        fill = jnp.nan
+    elif jnp.issubdtype(dtype, jnp.integer):
+        fill = jnp.iinfo(dtype).min
+    return jnp.full(shape, fill, dtype)
 
 
 @eqx.filter_jit
 def observe_members(inputs: Any, state: State) -> Any:
-    """Return each member's observation; `inputs`: `Partition.how`, traced observation, step and keys."""
+    """Return each member's observation.
+
+    `inputs`: `Partition.how`, traced observation, step and keys.
+    """
     how, traced, step, keys = inputs
 
-    def one(shared: Any, stacked: Any) -> Any:
+    def observe_member(shared: Any, stacked: Any) -> Any:
         observe, step = shared
-        key, own_state = stacked
-        return observe(observable(own_state), step, jax.random.fold_in(key, step))
+        key, member_state = stacked
+        return observe(observable(member_state), step, jax.random.fold_in(key, step))
 
-    return map_members(one, (traced, step), (keys, state), **how, ordered=True)
+    return map_members(observe_member, (traced, step), (keys, state), **how, ordered=True)

@@ -1,4 +1,4 @@
-"""Groups of a sweep trained ahead by the workers of an executor, which `submit(function, *arguments)` reaches.
+"""Training of a sweep's groups by an executor's workers, through `submit(function, *arguments)`.
 
 Functions and arrays are written once to the sweep's folder. A task is the path of this file, its
 digest and the number of a group; what it trains is in the group's checkpoint, where the caller
@@ -44,28 +44,32 @@ _one_group = threading.Lock()
 
 
 def _machine() -> dict[str, str]:
-    """Return what must be equal in a worker, for results to be equal."""
+    """Return versions and backend, which a worker must share for equal results."""
     versions = {name: metadata.version(name) for name in PACKAGES}
     return {"Python": platform.python_version(), **versions, "backend": jax.default_backend()}
 
 
+def _settings() -> dict[str, Any]:
+    return {name: jax.config.values[name] for name in SETTINGS}
+
+
 @contextmanager
 def submitting(executor: Any, folder: Path, contents: tuple[Any, ...]) -> Iterator["Tasks"]:
-    """Write what tasks need to the folder, and yield the tasks; remove it afterwards."""
+    """Write a file for tasks to the folder, yield the tasks, and remove the file."""
     try:
         import cloudpickle
     except ImportError as error:
-        wanted = 'be used with the extra "executor": pip install "dissociation[executor]"'
-        checks.fail("executor", wanted, f"no {error.name}")
+        checks.fail(
+            "executor",
+            'be used with the extra "executor": pip install "dissociation[executor]"',
+            f"no {error.name}",
+        )
     path = folder / TASKS
-    header = {
-        "machine": _machine(),
-        "settings": {name: jax.config.values[name] for name in SETTINGS},
-    }
-    written = json.dumps(header).encode() + b"\n" + cloudpickle.dumps(contents)
-    files.write_bytes(path, written)
+    header = {"machine": _machine(), "settings": _settings()}
+    file_bytes = json.dumps(header).encode() + b"\n" + cloudpickle.dumps(contents)
+    files.write_bytes(path, file_bytes)
     try:
-        yield Tasks(executor, path, _digest(written))
+        yield Tasks(executor, path, _digest(file_bytes))
     finally:
         path.unlink(missing_ok=True)
         for steps in folder.glob("group-*.steps"):
@@ -80,7 +84,9 @@ class Tasks:
     """Tasks of one sweep, submitted to an executor."""
 
     def __init__(self, executor: Any, path: Path, digest: str):
-        self.executor, self.path, self.digest = executor, path, digest
+        self.executor = executor
+        self.path = path
+        self.digest = digest
 
     def _submit(self, index: int | None) -> Any:
         """Return the future of a group, or of the plan; None if the executor takes no task."""
@@ -112,25 +118,30 @@ class Tasks:
 
     def train(self, plan: Plan, num_steps: int, progress: str | MeterFactory | None) -> None:
         """Train the groups that are not finished; those that are lost are left as they are."""
-        folder, steps = self.path.parent, dict.fromkeys(range(len(plan.groups)), num_steps)
+        folder = self.path.parent
+        num_groups = len(plan.groups)
+        steps_of_group = dict.fromkeys(range(num_groups), num_steps)
         futures = {}
-        for index in steps:
+        for index in range(num_groups):
             if not group_file(folder, index, "trained").exists():
                 futures[index] = self._submit(index)
+
         errors = []
-        with closing(open_meter(progress, num_steps * len(steps), f"{plan}, in workers")) as meter:
+        description = f"{plan}, in workers"
+        with closing(open_meter(progress, num_steps * num_groups, description)) as meter:
             while futures:
                 for index, future in list(futures.items()):
-                    steps[index] = _steps_of(group_file(folder, index, "steps"))
+                    steps_of_group[index] = _steps_of(group_file(folder, index, "steps"))
                     if future is not None and not future.done():
                         continue
                     del futures[index]
                     error = None if future is None else self._outcome(future)[1]
                     if error is None:
-                        steps[index] = num_steps
+                        steps_of_group[index] = num_steps
                     else:
                         errors.append(f"members {plan.groups[index]}:\n{error}")
-                meter.advance(sum(steps.values()), f"{len(futures)} of {len(steps)} groups left")
+                text = f"{len(futures)} of {num_groups} groups left"
+                meter.advance(sum(steps_of_group.values()), text)
                 if futures:
                     _wait()
         if errors:
@@ -151,51 +162,52 @@ def _steps_of(path: Path) -> int:
 
 
 def run_task(path: str, digest: str, index: int | None) -> tuple[Any, str | None]:
-    """Train a group, or plan the sweep, in a worker; return the plan, and the traceback of an error."""
+    """Train a group, or plan the sweep, in a worker; return the plan, and an error's traceback."""
     with _one_group:
-        before = {name: jax.config.values[name] for name in SETTINGS}
+        earlier_settings = _settings()
         try:
             sweep, memory_budget, num_groups, same_program = _read(Path(path), digest)
             if index is None:
                 return planned(sweep, memory_budget, num_groups)._asdict(), None
             folder = Path(path).parent
-            kept = SweepFolder(folder, json.loads((folder / MANIFEST).read_text()), {})
-            members, how = plan_of(kept.manifest).groups[index], kept.how(sweep.how)
-            steps, checkpoint = (group_file(folder, index, kind) for kind in ("steps", "ckpt"))
+            manifest = json.loads((folder / MANIFEST).read_text())
+            members = plan_of(manifest).groups[index]
+            how = SweepFolder(folder, manifest, {}).how(sweep.how)
+            checkpoint = group_file(folder, index, "ckpt")
+            steps_file = _StepsFile(group_file(folder, index, "steps"))
             while True:
                 try:
-                    sweep.fit(
-                        members, how, checkpoint, _StepsFile(steps), same_program=same_program
-                    )
+                    sweep.fit(members, how, checkpoint, steps_file, same_program=same_program)
                     return None, None
                 except BlockingIOError:  # a task of an earlier call trains this group
                     time.sleep(1)
         except Exception:
             return None, traceback.format_exc()
         finally:
-            for name, value in before.items():
-                jax.config.update(name, value)
+            for name, setting in earlier_settings.items():
+                jax.config.update(name, setting)
 
 
 def _read(path: Path, digest: str) -> Any:
-    """Return what `submitting` wrote, with the settings of its process."""
+    """Return the contents that `submitting` wrote, with the settings of its process."""
     contents = path.read_bytes()
     if _digest(contents) != digest:
         raise files.RefusedFile(f"{path} was written anew since this task was submitted.")
     header, pickled = contents.split(b"\n", 1)
-    wanted = json.loads(header)
-    _check_equal(wanted["machine"], _machine())
-    for name, value in wanted["settings"].items():
-        jax.config.update(name, value)
-    _check_equal(wanted["settings"], {name: jax.config.values[name] for name in SETTINGS})
+    caller = json.loads(header)
+    _check_equal(caller["machine"], _machine())
+    for name, setting in caller["settings"].items():
+        jax.config.update(name, setting)
+    _check_equal(caller["settings"], _settings())
     return pickle.loads(pickled)
 
 
-def _check_equal(wanted: dict[str, Any], found: dict[str, Any]) -> None:
-    for name, value in wanted.items():
-        if found[name] != value:
+def _check_equal(caller: dict[str, Any], worker: dict[str, Any]) -> None:
+    for name, setting in caller.items():
+        if worker[name] != setting:
             raise RuntimeError(
-                f"A worker must have {name} {value}, as the caller of fit_grid, got {found[name]}."
+                f"A worker must have {name} {setting}, as the caller of fit_grid, "
+                f"got {worker[name]}."
             )
 
 
@@ -203,9 +215,10 @@ class _StepsFile(Callback):
     """Number of steps in a file, written at most once a second."""
 
     def __init__(self, path: Path):
-        self.path, self.written = path, -np.inf
+        self.path = path
+        self.written_at = -np.inf
 
     def advance(self, step: int, loss: np.ndarray) -> None:
-        if time.monotonic() - self.written > 1:
+        if time.monotonic() - self.written_at > 1:
             self.path.write_text(str(step))
-            self.written = time.monotonic()
+            self.written_at = time.monotonic()

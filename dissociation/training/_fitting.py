@@ -29,7 +29,14 @@ from dissociation.training._partition import Partition
 from dissociation.training._records import Callback, History, OfFunction, Save, record_steps
 from dissociation.training._run import FORMAT, Run, RunFile, identity_of
 from dissociation.training._samplers import Sampler, as_arrays, leading_size, streams
-from dissociation.training._state import State, Static, Step, checked_models, first_opt_state
+from dissociation.training._state import (
+    State,
+    Static,
+    Step,
+    checked_models,
+    first_opt_state,
+    shapes_and_dtypes,
+)
 from dissociation.training._traced import Traced, trace
 
 if TYPE_CHECKING:
@@ -68,24 +75,24 @@ class FitResult(NamedTuple):
         }
         return dataset_of_fit(self.history, self.diverged_at, over).assign_attrs(attrs)
 
-    to_dataframe, save = Labelled.to_dataframe, Labelled.save
+    to_dataframe = Labelled.to_dataframe
+    save = Labelled.save
 
     def __repr__(self) -> str:
-        members = (
-            f"{self.diverged_at.size} of {type(self.models).__name__}, "
-            f"{np.sum(self.diverged_at >= 0)} diverged"
-        )
+        num_diverged = np.sum(self.diverged_at >= 0)
+        members = f"{self.diverged_at.size} of {type(self.models).__name__}"
         return (
-            f"FitResult({members}, {self.num_steps} steps by {self.member_map}, "
+            f"FitResult({members}, {num_diverged} diverged, {self.num_steps} steps by "
+            f"{self.member_map}, "
             f"{self.seconds:.3g} s, {self.history})"
         )
 
 
 def dataset_of_fit(history: History, diverged_at: np.ndarray, over: Over) -> "xarray.Dataset":
     """Return a history, see `History.to_xarray`, and `diverged_at` [members]."""
-    return history.to_xarray(over).merge(
-        dataset_of({"diverged_at": diverged_at}, "members" if over is None else over)
-    )
+    if over is None:
+        over = "members"
+    return history.to_xarray(over).merge(dataset_of({"diverged_at": diverged_at}, over))
 
 
 @validated
@@ -163,53 +170,73 @@ def fit(
             function to one (with them).
     """
     began = time.perf_counter()
-    given = {"models": models, "sampler": sampler, "hyperparams": hyperparams, "key": key}
     checks.check_known(
-        "`fit` is driven by the host", advice="Inside of a transformation use `train`", **given
+        "`fit` is driven by the host",
+        advice="Inside of a transformation use `train`",
+        models=models,
+        sampler=sampler,
+        hyperparams=hyperparams,
+        key=key,
     )
-    given = {
-        "num_steps": num_steps,
-        "num_epochs": num_epochs,
-        "hyperparams": hyperparams,
-        "aux": aux,
-    }
-    state, first, total, keys = prepared(models, step, sampler, key=key, **given)
-    heard = [
-        each if isinstance(each, Callback) else OfFunction(i, each)
-        for i, each in enumerate(callbacks)
-    ]
-    times = record_steps(save, heard, first, total, sampler.epoch_steps)
-    path = None if checkpoint is None else files.followed(checkpoint)
+    state, first, total, keys = prepared(
+        models,
+        step,
+        sampler,
+        key=key,
+        num_steps=num_steps,
+        num_epochs=num_epochs,
+        hyperparams=hyperparams,
+        aux=aux,
+    )
+    hooks = []
+    for i, callback in enumerate(callbacks):
+        if not isinstance(callback, Callback):
+            callback = OfFunction(i, callback)
+        hooks.append(callback)
+    times = record_steps(save, hooks, first, total, sampler.epoch_steps)
+
+    path = None
+    header = {}
+    if checkpoint is not None:
+        path = files.followed(checkpoint)
+        if path.exists():
+            header = checkpoints.read_header(path)
     partition = Partition(len(state.step), member_map, members_per_batch, mesh)
-    header = checkpoints.read_header(path) if path is not None and path.exists() else {}
     if header.get("format") == FORMAT:  # `RunFile.header` raises for another one
         partition = partition.resumed(header["layout"])
-    with interruptible(), ExitStack() as held:
-        run = Run(state, step, sampler, keys, save, partition, heard, began)
-        program, partition = run.program, run.members.partition
-        check_names("save", program.observe and program.observe.out, "observed", "observed_at")
-        check_names("step", program.info.metrics, "metrics")
-        how = (
+
+    with interruptible(), ExitStack() as locks:
+        run = Run(state, step, sampler, keys, save, partition, hooks, began)
+        members = run.members
+        partition = members.partition
+        observe = run.program.observe
+        check_names("save", observe and observe.out, "observed", "observed_at")
+        check_names("step", run.program.info.metrics, "metrics")
+        logger.info(
+            "%d members by %s, %d threads, %d devices",
             partition.total,
             partition.member_map,
-            run.members.threads,
+            members.threads,
             member_devices(partition.devices),
         )
-        logger.info("%d members by %s, %d threads, %d devices", *how)
         if path is not None:
             file = RunFile(path, identity_of(run, state, sampler, key), same_program)
-            held.enter_context(files.locked(path.with_name(f".{path.name}.lock"), path))
+            lock = files.locked(path.with_name(f".{path.name}.lock"), path)
+            locks.enter_context(lock)
             run.resume(file, total, times)
         del state  # steps donate it
         run.to_the_end(total, times)
-    state = jax.tree.map(to_device, partition.joined(run.members.states))
-    ended = (
-        run.record.diverged_at,
-        run.step,
-        partition.member_map,
-        time.perf_counter() - run.clock.began,
+
+    state = jax.tree.map(to_device, partition.joined(members.states))
+    return FitResult(
+        models=state.model,
+        history=run.record.history(),
+        diverged_at=run.record.diverged_at,
+        num_steps=run.step,
+        member_map=partition.member_map,
+        seconds=time.perf_counter() - run.clock.began,
+        state=state,
     )
-    return FitResult(state.model, run.record.history(), *ended, state)
 
 
 def prepared(
@@ -223,61 +250,80 @@ def prepared(
     hyperparams: Any,
     aux: Any,
 ) -> tuple[State, int, int, tuple[Array, Array, Array]]:
-    """Check arguments of `fit`; return copies as stacked states, first and last step, and keys, see `_split_key`."""
+    """Check arguments of `fit`; return stacked states, first and last step, and keys.
+
+    The states are copies. Keys are those of `_split_key`.
+    """
+    is_continued = isinstance(models, State)
+    stacked_models = models.arrays if is_continued else models
     try:
-        count = leading_size("models", models.arrays if isinstance(models, State) else models)
+        count = leading_size("models", stacked_models)
     except checks.WrongValue as error:
         advice = (
             "Stack them: models = eqx.filter_vmap(init)(jax.random.split(key, 8)), "
             "init(key) being one model"
         )
         raise checks.WrongValue(f"{error} {advice}.") from None
-    own_data = eqx.filter(sampler, eqx.is_array) if sampler.stacked else None
-    for name, tree in (("hyperparams", hyperparams), ("aux", aux), ("sampler", own_data)):
+    member_data = eqx.filter(sampler, eqx.is_array) if sampler.stacked else None
+    stacked = {"hyperparams": hyperparams, "aux": aux, "sampler": member_data}
+    for name, tree in stacked.items():
         if tree is not None:
             size = leading_size(name, as_arrays(name, tree, "members"))
             checks.check_same_length("models", count, name, size, "members")
+
     aux, hyperparams = jax.tree.map(to_device, (aux, hyperparams))
-    if isinstance(models, State):
+    first = 0
+    if is_continued:
         state = _continued(models, step, aux, hyperparams)
         first = int(np.max(np.asarray(models.step)))
     else:
         arrays, static = eqx.partition(checked_models(models), eqx.is_array)
-        unmoved = to_device(np.zeros(count, int))
-        begin = trace(partial(first_opt_state, step.optimizer), *shapes((arrays, hyperparams), 1))
-        state = _copied(State(arrays, aux, None, hyperparams, unmoved, Static(static)), begin)
-        first = 0
+        zero_steps = to_device(np.zeros(count, int))
+        state = State(arrays, aux, None, hyperparams, zero_steps, Static(static))
+        state = _copied(state, _traced_start(step, state))
+
     if (num_steps is None) == (num_epochs is None):
         checks.fail(
             "num_steps", "be given, or `num_epochs`, but not both", f"{num_steps} and {num_epochs}"
         )
-    each = 1 if num_epochs is None else sampler.epoch_steps
-    name, number = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
-    total = first + each * checks.check_count(name, number, maximum=(2**31 - 1) // each)
+    if num_epochs is None:
+        total = first + checks.check_count("num_steps", num_steps)
+    else:
+        maximum = (2**31 - 1) // sampler.epoch_steps
+        num_epochs = checks.check_count("num_epochs", num_epochs, maximum=maximum)
+        total = first + sampler.epoch_steps * num_epochs
     return state, first, total, _split_key(key, count, sampler.shared)
 
 
 def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
-    """Return copies of another call's states, with a new optimiser state unless the old one fits."""
+    """Return copies of another call's states; the optimiser state is new unless it fits."""
     if aux is not None:
         state = state.replace(aux=aux)
     if hyperparams is not None or isinstance(step.optimizer, optax.GradientTransformation):
         state = state.replace(hyperparams=hyperparams)
-    begin = trace(
-        partial(first_opt_state, step.optimizer), *shapes((state.arrays, state.hyperparams), 1)
-    )
+
+    begin = _traced_start(step, state)
     fresh = jax.eval_shape(jax.vmap(begin), state.arrays, state.hyperparams)
-    kinds = [
-        [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
-        for tree in (fresh, state.opt_state)
-    ]
-    fits = jax.tree.structure(fresh) == jax.tree.structure(state.opt_state) and kinds[0] == kinds[1]
-    return _copied(state, None if fits else begin)
+    fresh_leaves, fresh_structure = jax.tree.flatten(fresh)
+    leaves, structure = jax.tree.flatten(state.opt_state)
+    has_structure = fresh_structure == structure
+    if has_structure and shapes_and_dtypes(fresh_leaves) == shapes_and_dtypes(leaves):
+        return _copied(state, None)
+    return _copied(state, begin)
+
+
+def _traced_start(step: Step, state: State) -> Traced:
+    """Trace the initialisation of the optimiser for one member."""
+    start = partial(first_opt_state, step.optimizer)
+    return trace(start, *shapes((state.arrays, state.hyperparams), 1))
 
 
 @eqx.filter_jit
 def _copied(state: State, begin: Traced | None) -> State:
-    """Return copies without weak types, as steps return them, and the optimiser's state that `begin` returns."""
+    """Return copies without weak types, as steps return them.
+
+    If `begin` is not None, it initialises the optimiser's state of one member.
+    """
     if begin is not None:
         state = state.replace(opt_state=jax.vmap(begin)(state.arrays, state.hyperparams))
     # Steps donate the state, and one program serves all steps.
@@ -285,13 +331,19 @@ def _copied(state: State, begin: Traced | None) -> State:
 
 
 def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Array, Array]:
-    """Return keys of the data order (one, or one per member), and of the members' losses and observations."""
+    """Return keys of the data order, of the members' losses and of their observations.
+
+    There is one key of the order if it is shared, else one per member.
+    """
     order: Any = None
     if isinstance(key, tuple):
         order, key = map(typed, key)
         if not shared:
-            wanted = "be one per member if the sampler is not shared"
-            checks.fail("key", wanted, "another one for the order of the data")
+            checks.fail(
+                "key",
+                "be one per member if the sampler is not shared",
+                "another one for the order of the data",
+            )
     key = typed(key)
     if key.ndim and key.shape != (num_members,):
         checks.fail("key", f"be one key or one per member ({num_members})", f"shape {key.shape}")
@@ -307,5 +359,7 @@ def _member_streams(
     if key.ndim == 0:
         order, root = jax.random.split(key)
         key = jax.vmap(jax.random.fold_in, (None, 0))(root, jnp.arange(num_members))
-    loss, observe, own = streams(key)
-    return order if shared else own, loss, observe
+    loss_keys, observe_keys, order_keys = streams(key)
+    if not shared:
+        order = order_keys
+    return order, loss_keys, observe_keys

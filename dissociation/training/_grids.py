@@ -69,9 +69,12 @@ class GridResult(NamedTuple):
 
     def to_xarray(self, over: Over = None) -> "xarray.Dataset":
         """Return the history along the grid's axes, see `History.to_xarray`, and `diverged_at`."""
-        return dataset_of_fit(self.history, self.diverged_at, self.grid if over is None else over)
+        if over is None:
+            over = self.grid
+        return dataset_of_fit(self.history, self.diverged_at, over)
 
-    to_dataframe, save = Labelled.to_dataframe, Labelled.save
+    to_dataframe = Labelled.to_dataframe
+    save = Labelled.save
 
 
 @validated
@@ -161,168 +164,195 @@ def fit_grid(
         >>> init = lambda key, width: eqx.nn.MLP(5, 1, width, 1, key=key)
         >>> loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch[0]) ** 2)
         >>> step = make_step(loss, lambda values: optax.sgd(values["rate"]))
-        >>> result = fit_grid(init, step, Epochs((x,), 10), grid, key=jax.random.key(0), num_epochs=2, progress=None)
-        >>> len(result.plan.groups), result.history.loss.shape, grid.unflatten(result.diverged_at).shape
-        (2, (12, 4), (2, 2, 3))
+        >>> key = jax.random.key(0)
+        >>> result = fit_grid(
+        ...     init, step, Epochs((x,), 10), grid, key=key, num_epochs=2, progress=None
+        ... )
+        >>> len(result.plan.groups), result.history.loss.shape
+        (2, (12, 4))
+        >>> grid.unflatten(result.diverged_at).shape
+        (2, 2, 3)
     """
-    seeds = grid.seeds() if "seed" in grid.values else to_device(np.arange(len(grid)))
+    values = grid.values
+    seeds = grid.seeds() if "seed" in values else to_device(np.arange(len(grid)))
     order, keys = _keys_of_sweep(typed(key), seeds)
     if aux is not None and not makes(aux):
         aux = as_arrays("aux", aux, "members")
         checks.check_same_length("grid", len(grid), "aux", leading_size("aux", aux), "members")
-    values, taken = grid.values, list(inspect.signature(init).parameters)[1:]
-    shapes = tuple(name for name in values if name in taken)
-    shape_of = [
-        tuple((name, values[name][member].item()) for name in shapes) for member in range(len(grid))
-    ]
-    hyperparams = jax.device_get(
-        grid.hyperparams(*(name for name in values if name not in (*shapes, "seed")))
-    )
-    _check_names(grid, step.optimizer, hyperparams, taken)
+
+    init_names = list(inspect.signature(init).parameters)[1:]
+    shape_names = [name for name in values if name in init_names]
+    shape_of = []
+    for member in range(len(grid)):
+        shape_of.append(tuple((name, values[name][member].item()) for name in shape_names))
+    hyperparam_names = [name for name in values if name not in (*shape_names, "seed")]
+    hyperparams = jax.device_get(grid.hyperparams(*hyperparam_names))
+    _check_names(grid, step.optimizer, hyperparams, init_names)
+
     length = {"num_steps": num_steps, "num_epochs": num_epochs}
     how = {"mesh": mesh, "member_map": member_map, "members_per_batch": members_per_batch}
     sweep = Sweep(
         init, step, sampler, grid, keys, order, shape_of, hyperparams, aux, length, save, how
     )
+    columns = {name: column.tolist() for name, column in values.items()}
     identity = {  # `fit` compares the program of each group
-        "grid": {
-            "axes": list(grid.axes),
-            "values": {name: column.tolist() for name, column in values.items()},
-        },
+        "grid": {"axes": list(grid.axes), "values": columns},
         "key": checkpoints.fingerprint(key),
         **length,
     }
+
     if num_groups is not None:
         checks.check_count("num_groups", num_groups, minimum=1)
     if executor is not None and folder is None:
         checks.fail("folder", "be given with `executor`, whose workers write to it", folder)
     if executor is not None and mesh not in (None, "auto"):
         checks.fail_kind("mesh", 'be None or "auto" with `executor`', repr(mesh))
-    with interruptible(), opened(folder, identity, fresh) as kept:
+
+    with interruptible(), opened(folder, identity, fresh) as sweep_folder:
         plan_here = partial(
             planned, sweep, memory_budget, num_groups, keeps=folder is None, progress=progress
         )
-        if executor is None or kept.path is None:
-            plan = kept.plan(plan_here, how, num_groups)
+        if executor is None or sweep_folder.path is None:
+            plan = sweep_folder.plan(plan_here, how, num_groups)
         else:
-            with submitting(
-                executor, kept.path, (sweep, memory_budget, num_groups, same_program)
-            ) as tasks:
-                plan = kept.plan(lambda: tasks.plan() or plan_here(), how, num_groups)
+            contents = (sweep, memory_budget, num_groups, same_program)
+            with submitting(executor, sweep_folder.path, contents) as tasks:
+                plan = sweep_folder.plan(lambda: tasks.plan() or plan_here(), how, num_groups)
                 tasks.train(plan, sweep.num_steps, progress)
         logger.info("%s", plan)
-        return _run(sweep, plan, kept, progress, same_program)
+        return _run(sweep, plan, sweep_folder, progress, same_program)
 
 
 @jax.jit
 def _keys_of_sweep(key: Array, seeds: Array) -> tuple[Array, Array]:
-    """Return the key of the data order, and keys of each member's model and training: [members, 2]."""
+    """Return the key of the data order, and keys [members, 2] of each model and its training."""
     root, order = jax.random.split(key)
     return order, jax.vmap(jax.random.split)(folded(root, seeds))
 
 
-def _check_names(grid: Grid, optimizer: Any, hyperparams: dict[str, Any], taken: list[str]) -> None:
+def _check_names(
+    grid: Grid, optimizer: Any, hyperparams: dict[str, Any], init_names: list[str]
+) -> None:
     """Raise for names of results, and for quantities that the optimiser does not read, or lacks."""
     for name in grid.values:
         if name in RESERVED or "/" in name or name.startswith(("observed_", "metrics_")):
-            wanted = (
+            requirement = (
                 f"have other names than {', '.join(RESERVED)}, no slash, and no prefix "
                 "observed_ or metrics_"
             )
-            checks.fail("grid", wanted, repr(name))
+            checks.fail("grid", requirement, repr(name))
 
-    def failure(values: dict[str, float]) -> Exception | None:
-        try:
-            optimizer(values)
-        except Exception as error:
-            return error
-        return None
+    example = {name: float(column[0]) for name, column in hyperparams.items()}
+    error = _error_of(optimizer, example)
+    if example and isinstance(error, KeyError):
+        grid_names = f"{', '.join(example)}, without {error}"
+        checks.fail("grid", "hold what the optimiser reads", grid_names)
+    if error is not None:  # `fit` raises it
+        return
 
-    first = {name: float(column[0]) for name, column in hyperparams.items()}
-    if first and isinstance(lacking := failure(first), KeyError):
-        checks.fail(
-            "grid", "hold what the optimiser reads", f"{', '.join(first)}, without {lacking}"
-        )
-    for name in first if failure(first) is None else ():  # `fit` raises other errors
-        if failure({other: value for other, value in first.items() if other != name}) is None:
-            wanted = (
-                "hold nothing but seeds, what `init` takes by name "
-                f"({', '.join(taken) or 'nothing'})"
+    for name in example:
+        without_name = {key: number for key, number in example.items() if key != name}
+        if _error_of(optimizer, without_name) is None:
+            taken = ", ".join(init_names) or "nothing"
+            requirement = (
+                f"hold nothing but seeds, what `init` takes by name ({taken}), "
+                "and what the optimiser reads"
             )
-            checks.fail("grid", f"{wanted}, and what the optimiser reads", repr(name))
+            checks.fail("grid", requirement, repr(name))
+
+
+def _error_of(optimizer: Any, hyperparams: dict[str, float]) -> Exception | None:
+    """Return the error that `optimizer` raises for these hyperparameters, or None."""
+    try:
+        optimizer(hyperparams)
+    except Exception as error:
+        return error
+    return None
 
 
 def _run(
     sweep: Sweep,
     plan: Plan,
-    kept: SweepFolder,
+    sweep_folder: SweepFolder,
     progress: str | MeterFactory | None,
     same_program: bool,
 ) -> GridResult:
-    parts, how, num_steps = [], kept.how(sweep.how), sweep.num_steps
+    """Train the groups of a plan sequentially, and join their results in the order of the grid."""
+    how = sweep_folder.how(sweep.how)
+    num_steps = sweep.num_steps
+    histories = []
+    records = []
+    seconds = []
     with closing(open_meter(progress, num_steps * len(plan.groups), str(plan))) as meter:
         for index, members in enumerate(plan.groups):
             meter.advance(index * num_steps, "compiling")
             steps = _Steps(meter, index * num_steps)
+            checkpoint = sweep_folder.file(index, "ckpt")
             try:
-                result = sweep.fit(
-                    members, how, kept.file(index, "ckpt"), steps, same_program=same_program
-                )
+                result = sweep.fit(members, how, checkpoint, steps, same_program=same_program)
             except checks.WrongValue as error:
-                if kept.path is None or not str(error).startswith("`checkpoint`"):
+                if checkpoint is None or not str(error).startswith("`checkpoint`"):
                     raise
                 raise checks.WrongValue(
-                    f"{error} Or pass fresh=True, which sets {kept.path} aside."
+                    f"{error} Or pass fresh=True, which sets {sweep_folder.path} aside."
                 ) from error
-            parts.append((result.history, result.diverged_at, result.seconds))
-            kept.finish(index, (result.models, result.state.aux))
+
+            history = result.history
+            histories.append(history)
+            records.append((history.loss, history.observed, history.metrics, result.diverged_at))
+            seconds.append(result.seconds)
+            sweep_folder.finish(index, (result.models, result.state.aux))
             del result
-    order = np.argsort(np.concatenate([np.asarray(members) for members in plan.groups]))
-    histories, diverged, seconds = zip(*parts, strict=True)
-    recorded = [
-        (each.loss, each.observed, each.metrics, own)
-        for each, own in zip(histories, diverged, strict=True)
-    ]
-    loss, observed, metrics, diverged_at = take(concatenate(recorded), order)
+
+    rows_in_grid = np.argsort(np.concatenate(plan.groups))
+    loss, observed, metrics, diverged_at = take(concatenate(records), rows_in_grid)
     history = histories[0]._replace(loss=loss, observed=observed, metrics=metrics)
-    trained = partial(_trained, sweep, plan, kept)
+
+    trained = partial(_trained, sweep, plan, sweep_folder)
+    models_of = lambda members: trained(members)[0]  # noqa: E731
     aux_of = None if sweep.aux is None else lambda members: trained(members)[1]
-    return GridResult(
-        sweep.grid, history, diverged_at, plan, seconds, lambda members: trained(members)[0], aux_of
-    )
+    return GridResult(sweep.grid, history, diverged_at, plan, tuple(seconds), models_of, aux_of)
 
 
-def _trained(sweep: Sweep, plan: Plan, kept: SweepFolder, members: Any) -> tuple[PyTree, PyTree]:
-    """Return trained models and `aux` of some members, stacked in this order."""
+def _trained(
+    sweep: Sweep, plan: Plan, sweep_folder: SweepFolder, members: Any
+) -> tuple[PyTree, PyTree]:
+    """Return trained models and `aux` of some members, stacked in the order of `members`."""
+    position_of_member = {}
+    for index, group in enumerate(plan.groups):
+        for row, member in enumerate(group):
+            position_of_member[member] = (index, row)
+
     members = np.atleast_1d(np.asarray(members, int)).tolist()
-    places = {
-        member: (index, row)
-        for index, group in enumerate(plan.groups)
-        for row, member in enumerate(group)
-    }
     for member in members:
-        if member not in places:
-            checks.fail("members", f"be places in the grid, from 0 to {len(places) - 1}", member)
+        if member not in position_of_member:
+            last = len(position_of_member) - 1
+            checks.fail("members", f"be places in the grid, from 0 to {last}", member)
     shapes = {sweep.shape_of[member] for member in members}
     if len(shapes) != 1:
-        checks.fail(
-            "members",
-            "have one shape",
-            f"{len(shapes)} shapes: {', '.join(map(str, sorted(shapes)))}",
-        )
-    loaded = {
-        index: kept.trained(index, sweep, plan)
-        for index in {places[member][0] for member in members}
-    }
-    own = [take(loaded[index], row) for index, row in (places[member] for member in members)]
-    return jax.tree.map(lambda leaf: to_device(leaf) if eqx.is_array(leaf) else leaf, stack(own))
+        listed_shapes = ", ".join(map(str, sorted(shapes)))
+        checks.fail("members", "have one shape", f"{len(shapes)} shapes: {listed_shapes}")
+
+    group_trees = {}
+    trees = []
+    for member in members:
+        index, row = position_of_member[member]
+        if index not in group_trees:
+            group_trees[index] = sweep_folder.trained(index, sweep, plan)
+        trees.append(take(group_trees[index], row))
+    arrays, static = eqx.partition(stack(trees), eqx.is_array)
+    return eqx.combine(jax.tree.map(to_device, arrays), static)
 
 
 class _Steps(Callback):
-    """Advance a sweep's meter by the steps of one group, after `before` steps of others."""
+    """Advance a sweep's meter by the steps of one group, after the steps of earlier groups."""
 
-    def __init__(self, meter: Any, before: int):
-        self.meter, self.before = meter, before
+    def __init__(self, meter: Any, num_earlier_steps: int):
+        self.meter = meter
+        self.num_earlier_steps = num_earlier_steps
 
     def advance(self, step: int, loss: np.ndarray) -> None:
-        self.meter.advance(self.before + step, f"loss {loss.mean():.3g}" if loss.size else "")
+        text = ""
+        if loss.size:
+            text = f"loss {loss.mean():.3g}"
+        self.meter.advance(self.num_earlier_steps + step, text)

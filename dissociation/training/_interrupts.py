@@ -26,12 +26,12 @@ advice = NOTHING
 class _Block(NamedTuple):
     """Training, whose first signal waits."""
 
-    heard: list[tuple[int, Any]]
-    before: dict[int, Any]  # handlers
+    signals: list[tuple[int, Any]]  # numbers and frames
+    handlers: dict[int, Any]  # before the block
     waiting: list[None]  # not empty while the host waits, and nothing can be lost
 
 
-_heard: list[int] = []
+_signals: list[int] = []
 _saving = False
 _program = ""
 _block: _Block | None = None
@@ -53,64 +53,65 @@ def begin() -> None:
 
 def status() -> int:
     """Return the exit status of an interrupted program: 130 after Ctrl-C, 143 after SIGTERM."""
-    return 128 + (_heard[0] if _heard else signal.SIGINT)
+    number = _signals[0] if _signals else signal.SIGINT
+    return 128 + number
 
 
 def heard() -> bool:
     """Return True if a signal has arrived."""
-    return bool(_heard)
+    return bool(_signals)
 
 
 def end() -> None:
     """Restore the default handlers, or end the process here after an interrupt."""
-    if _heard:
+    if _signals:
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(
-            status()
-        )  # without shutdown of the interpreter, under which a compiler's threads may still run
+        # Without shutdown of the interpreter, under which a compiler's threads may still run.
+        os._exit(status())
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 def _handle(number: int, frame: Any) -> None:
-    _heard.append(number)
-    if not _saving or len(_heard) > 1:
-        _leave()
+    _signals.append(number)
+    if not _saving or len(_signals) > 1:
+        _stop()
     raise KeyboardInterrupt
 
 
-def _say(words: str) -> None:
-    os.write(2, f"\n{_program}: {words}\n".encode())
+def _print(message: str) -> None:
+    os.write(2, f"\n{_program}: {message}\n".encode())
 
 
-def _leave() -> NoReturn:
-    _say(f"stopped. {advice}")
+def _stop() -> NoReturn:
+    _print(f"stopped. {advice}")
     os._exit(status())
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Store the first signal in the block until `check`; after the block, call the handler of SIGTERM with it.
+    """Store the first signal in the block until `check`.
 
-    Without a handler the process ends after the block. Only the main thread handles signals. Blocks
-    may be nested.
+    After the block, the handler of SIGTERM is called with it. Without a handler the process ends
+    after the block. Only the main thread handles signals. Blocks may be nested.
     """
     global _block
-    if _heard:
+    if _signals:
         raise KeyboardInterrupt  # a collection of garbage, say, has lost it
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {
-        number: handler
-        for number, handler in before.items()
-        if handler not in (None, signal.SIG_IGN)
-    }
     if _block is not None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    block = _block = _Block([], before, [])
-    for number in before:
+
+    handlers: dict[int, Any] = {}
+    for number in SIGNALS:
+        handler = signal.getsignal(number)
+        if handler not in (None, signal.SIG_IGN):
+            handlers[number] = handler
+    block = _Block([], handlers, [])
+    _block = block
+    for number in handlers:
         signal.signal(number, _store)
     try:
         yield
@@ -124,12 +125,12 @@ def _close(block: _Block, numbers: tuple[int, ...]) -> None:
     """Restore the handlers, and call that of the first signal, if it is one of `numbers`."""
     global _block
     _block = None
-    for number, handler in block.before.items():
+    for number, handler in block.handlers.items():
         if signal.getsignal(number) is _store:  # a callback may have set another
             signal.signal(number, handler)
-    for number, frame in block.heard[:1]:
+    for number, frame in block.signals[:1]:
         if number in numbers:
-            _call(block.before[number], number, frame)
+            _call(block.handlers[number], number, frame)
 
 
 def _call(handler: Any, number: int, frame: Any) -> None:
@@ -143,29 +144,32 @@ def _store(number: int, frame: Any) -> None:
     """Store the first signal, or raise it if nothing can be lost; a second one is not stored."""
     if _block is None:
         return
-    _block.heard.append((number, frame))
-    if len(_block.heard) > 1 and number == signal.SIGTERM:
+    _block.signals.append((number, frame))
+    is_second = len(_block.signals) > 1
+    if is_second and number == signal.SIGTERM:
         if _program:
-            _heard.append(number)
-            _leave()
+            _signals.append(number)
+            _stop()
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
-    elif len(_block.heard) > 1:
+    elif is_second:
         raise KeyboardInterrupt
     elif _block.waiting:
         check()
     elif _program:
-        _say("stopping ...")
+        _print("stopping ...")
 
 
 def check() -> None:
     """Raise the signal that was stored since `interruptible` began."""
-    for number, frame in _block.heard[:1] if _block is not None else ():
-        if number == signal.SIGINT and _block is not None:
-            _call(_block.before[number], number, frame)
-            _block.heard.clear()  # its handler raises nothing
-        else:
-            raise KeyboardInterrupt
+    block = _block
+    if block is None or not block.signals:
+        return
+    number, frame = block.signals[0]
+    if number != signal.SIGINT:
+        raise KeyboardInterrupt
+    _call(block.handlers[number], number, frame)
+    block.signals.clear()  # its handler raises nothing
 
 
 @contextmanager

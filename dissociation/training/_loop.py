@@ -74,67 +74,85 @@ def train(
         checks.fail("sampler", "hold the data of one member", "those of all (stacked=True)", advice)
     loss_key, _, order_key = streams(typed(key))
 
-    def block(carry: Any, number: Any, start: Any, parts: Any) -> Any:
-        plan, history = sampler.plan(order_key, number), []
-        for size, within, steps in parts:
+    def train_block(state: State, number: Any, start: Any, runs: Any) -> Any:
+        """Take the steps of a block, from step `start` on; `runs` are those of `_blocks`."""
+        plan = sampler.plan(order_key, number)
+        history = []
+        for size, within, length in runs:
 
-            def one(state: State, i: Array, at: Any = (size, within, start)) -> tuple[State, Info]:
-                size, within, start = at
-                return step(
-                    state,
-                    sampler.batch(plan, within + i, size),
-                    jax.random.fold_in(loss_key, start + i),
-                )
+            def train_step(
+                state: State, i: Array, bound: Any = (size, within, start)
+            ) -> tuple[State, Info]:
+                size, within, start = bound
+                batch = sampler.batch(plan, within + i, size)
+                return step(state, batch, jax.random.fold_in(loss_key, start + i))
 
-            carry, infos = jax.lax.scan(one, carry, jnp.arange(steps))
+            state, infos = jax.lax.scan(train_step, state, jnp.arange(length))
             history.append(infos)
-            start = start + steps
-        return carry, concatenate(history)
+            start = start + length
+        return state, concatenate(history)
 
-    history, begin = [], first_step
-    for parts, group in itertools.groupby(
-        _blocks(sampler, first_step, num_steps), lambda entry: entry[0]
-    ):
+    history = []
+    start = first_step
+    blocks = _blocks(sampler, first_step, num_steps)
+    for runs, group in itertools.groupby(blocks, lambda block: block[0]):
         numbers = [number for _, number in group]
-        length = sum(steps for _, _, steps in parts)
+        length = sum(length for _, _, length in runs)
         if len(numbers) == 1:
-            state, infos = block(state, numbers[0], begin, parts)
+            state, infos = train_block(state, numbers[0], start, runs)
         else:
-            place = jnp.asarray(numbers), begin + length * jnp.arange(len(numbers))
+            starts = start + length * jnp.arange(len(numbers))
             state, infos = jax.lax.scan(
-                lambda carry, x, parts=parts: block(carry, *x, parts), state, place
+                lambda state, block, runs=runs: train_block(state, *block, runs),
+                state,
+                (jnp.asarray(numbers), starts),
             )
             infos = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), infos)
         history.append(infos)
-        begin += length * len(numbers)
-    if not history:
-        batch = sampler.batch(sampler.plan(order_key, 0), 0, sampler.segment(0).size)
-        like = jax.eval_shape(step, state, batch, loss_key)[1]
-        return state, jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), like)
-    return state, concatenate(history)
+        start += length * len(numbers)
+    if history:
+        return state, concatenate(history)
+
+    batch = sampler.batch(sampler.plan(order_key, 0), 0, sampler.segment(0).size)
+    _, info = jax.eval_shape(step, state, batch, loss_key)
+    return state, jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), info)
 
 
 def _blocks(sampler: Sampler, first: int, total: int) -> Any:
-    """Yield every block's parts with batches of one size, as (size, place in the block, steps), and its number."""
-    at, end = first, first + total
-    while at < end:
-        number, parts = sampler.segment(at).block, []
-        while at < end and (segment := sampler.segment(at)).block == number:
+    """Yield the runs of every block, and the number of the block.
+
+    A run is a sequence of steps with batches of one size: (size, place in the block, length).
+    """
+    step = first
+    end = first + total
+    while step < end:
+        number = sampler.segment(step).block
+        runs = []
+        while step < end:
+            segment = sampler.segment(step)
+            if segment.block != number:
+                break
             stop = min(segment.end, end)
-            parts.append((segment.size, segment.within, stop - at))
-            at = stop
-        yield tuple(parts), number
+            runs.append((segment.size, segment.within, stop - step))
+            step = stop
+        yield tuple(runs), number
 
 
 def _check_fitting(state: State, step: Step) -> None:
     """Raise unless the state is of one member and of the step's optimiser."""
     if jnp.ndim(state.step):
-        advice = "Map over members, as in eqx.filter_vmap(lambda state: train(state, ...))(states)"
-        checks.fail("state", "be that of one member", f"{jnp.shape(state.step)} of them", advice)
-    like = jax.eval_shape(partial(first_opt_state, step.optimizer), state.arrays, state.hyperparams)
-    if jax.tree.structure(like) != jax.tree.structure(state.opt_state):
-        wanted, advice = (
+        checks.fail(
+            "state",
+            "be that of one member",
+            f"{jnp.shape(state.step)} of them",
+            "Map over members, as in eqx.filter_vmap(lambda state: train(state, ...))(states)",
+        )
+    init = partial(first_opt_state, step.optimizer)
+    opt_state = jax.eval_shape(init, state.arrays, state.hyperparams)
+    if jax.tree.structure(opt_state) != jax.tree.structure(state.opt_state):
+        checks.fail(
+            "state",
             "hold an `opt_state` of the step's optimiser",
+            "that of another",
             "step.init(state.model) starts from scratch",
         )
-        checks.fail("state", wanted, "that of another", advice)

@@ -1,4 +1,4 @@
-"""The machine's cores and memory: worker threads for shards of members, and the largest batch that fits.
+"""The machine's cores and memory: worker threads for shards of members, and the largest batch.
 
 XLA's CPU backend runs programs of one thread in order, and those of several threads in parallel, on
 one device.
@@ -24,14 +24,22 @@ logger = logging.getLogger(__name__)
 
 
 def available_cores(group: str | Path = "/sys/fs/cgroup/cpu.max") -> int:
-    """Return the number of this process' cores: its affinity, at most the control group's quota, at least one."""
+    """Return the number of this process' cores, at least one.
+
+    The affinity and the control group's quota limit it.
+    """
     affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    cores = os.cpu_count() or 1
+    if affinity is not None:
+        cores = len(affinity(0))
     try:
         quota, period = Path(group).read_text().split()
     except (OSError, ValueError):
         return cores
-    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+    if quota == "max":
+        return cores
+    allowed = math.ceil(int(quota) / int(period))
+    return max(1, min(cores, allowed))
 
 
 def use_all_cores() -> None:
@@ -51,23 +59,20 @@ def use_all_cores() -> None:
         >>> use_all_cores()  # doctest: +SKIP
     """
     cores = available_cores()
-    wanted = max(cores, getattr(jax.config, "jax_num_cpu_devices", -1))
+    num_devices = max(cores, getattr(jax.config, "jax_num_cpu_devices", -1))
     try:
-        for number in (
-            wanted + 1,
-            wanted,
-        ):  # JAX accepts the number that is set even after it has started
-            jax.config.update("jax_num_cpu_devices", number)
-    except RuntimeError as started:
-        have = jax.local_device_count("cpu")
-        if jax.default_backend() != "cpu" or have >= cores:
+        # After it has started, JAX accepts the number that is set, and raises for another one.
+        jax.config.update("jax_num_cpu_devices", num_devices + 1)
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:
+        num_started = jax.local_device_count("cpu")
+        if jax.default_backend() != "cpu" or num_started >= cores:
             return
         raise RuntimeError(
-            f"use_all_cores() must be called before JAX computes anything, got {have} device(s) "
-            "that have started, "
-            f"for {cores} cores. Restart the process (in a notebook, the kernel), and call it "
-            "first."
-        ) from started
+            f"use_all_cores() must be called before JAX computes anything, got {num_started} "
+            f"device(s) that have started, for {cores} cores. Restart the process (in a notebook, "
+            "the kernel), and call it first."
+        ) from error
     os.environ.setdefault(_POOL, str(2 * cores))
     import scipy.linalg  # noqa: F401  # loads OpenBLAS before its threads are set
 
@@ -90,8 +95,10 @@ DECOMPOSITIONS = frozenset(
         "lu",
         "schur",
         "svd",
+        "triangular_solve",
+        "tridiagonal",
+        "tridiagonal_solve",
     )
-    + ("triangular_solve", "tridiagonal", "tridiagonal_solve")
 )
 """Operations that XLA computes by LAPACK on a CPU."""
 
@@ -100,32 +107,33 @@ CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_
 
 
 def runs_in_parallel(operations: Iterable[str]) -> bool:
-    """Return True if worker threads can run programs of these operations in parallel without a deadlock."""
+    """Return True if worker threads can run programs of these operations without a deadlock."""
     # In a batch of decompositions XLA's threads wait for others: for ever, without more threads
     # than programs.
     pool = os.environ.get(_POOL, "")
-    enough = pool.isdecimal() and int(pool) > jax.local_device_count("cpu")
-    return (CALLBACKS if enough else CALLBACKS | DECOMPOSITIONS).isdisjoint(operations)
+    is_large = pool.isdecimal() and int(pool) > jax.local_device_count("cpu")
+    excluded = CALLBACKS if is_large else CALLBACKS | DECOMPOSITIONS
+    return excluded.isdisjoint(operations)
 
 
 def number_of_threads(num_members: int, operations: Iterable[str], arrays: Any) -> int:
     """Return the number of worker threads for sequential mapping of a program."""
-    if any(
-        getattr(jax.config, name)
-        for name in ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")
-    ):
+    debugging = ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")
+    if any(getattr(jax.config, name) for name in debugging):
         return 1
-    spread = any(
-        isinstance(leaf, jax.Array) and len(leaf.devices()) > 1 for leaf in jax.tree.leaves(arrays)
-    )
-    if jax.default_backend() != "cpu" or spread or not runs_in_parallel(operations):
+    for leaf in jax.tree.leaves(arrays):
+        if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
+            return 1
+    if jax.default_backend() != "cpu" or not runs_in_parallel(operations):
         return 1
     return min(num_members, jax.local_device_count(), available_cores())
 
 
 def compiled(function: Any, threads: int, *example: Any) -> Callable[..., Any]:
     """Compile a `filter_jit` function for arguments like `example`, if several threads call it."""
-    return function if threads == 1 else function.lower(*example).compile()
+    if threads == 1:
+        return function
+    return function.lower(*example).compile()
 
 
 def run_tasks(tasks: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
@@ -147,13 +155,20 @@ def program_bytes(executable: Any) -> int:
 
 
 def free_memory(arrays: Iterable[jax.Array]) -> int:
-    """Return nine tenths of the devices' free bytes, or half of the host's, where other programs run."""
+    """Return nine tenths of the devices' free bytes, or half of the host's free bytes.
+
+    Other programs run on the host.
+    """
     devices = set().union(*(leaf.devices() for leaf in arrays)) or {jax.local_devices()[0]}
-    stats = [device.memory_stats() or {} for device in devices]
-    known = {"bytes_limit", "bytes_in_use"}
-    if all(known <= each.keys() for each in stats):
-        return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats) * 9 // 10
-    return max(0, min([psutil.virtual_memory().available, *_free_in_groups()])) // 2
+    free = []
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats and "bytes_in_use" in stats:
+            free.append(stats["bytes_limit"] - stats["bytes_in_use"])
+    if len(free) == len(devices):
+        return min(free) * 9 // 10
+    host_free = min([psutil.virtual_memory().available, *_free_in_groups()])
+    return max(0, host_free) // 2
 
 
 def _free_in_groups(
@@ -162,25 +177,29 @@ def _free_in_groups(
     """Yield the free bytes of this process' limited control groups, parents included."""
     for line in _lines(process):
         _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            top, limit, usage = Path(root), "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            top, limit, usage = (
-                Path(root) / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            )
-        else:
+        root_folder = Path(root)
+        limit_file = "memory.max"
+        usage_file = "memory.current"
+        if "memory" in controllers.split(","):  # version 1
+            root_folder = root_folder / "memory"
+            limit_file = "memory.limit_in_bytes"
+            usage_file = "memory.usage_in_bytes"
+        elif controllers:
             continue
+
         # In a container the path may be the host's; then only the top folder exists.
-        folder = top / group.strip("/")
-        for place in (folder, *(parent for parent in folder.parents if parent.is_relative_to(top))):
-            allowed, used = _lines(place / limit), _lines(place / usage)
-            if allowed and used and allowed[0].isdigit():  # "max" means no limit
-                # The kernel counts cached files as used, and frees them when memory is short.
-                stat = dict(entry.split() for entry in _lines(place / "memory.stat"))
-                cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
-                yield int(allowed[0]) - int(used[0]) + int(cached)
+        folder = root_folder / group.strip("/")
+        for parent in (folder, *folder.parents):
+            if not parent.is_relative_to(root_folder):
+                break
+            limit = _lines(parent / limit_file)
+            usage = _lines(parent / usage_file)
+            if not limit or not usage or not limit[0].isdigit():  # "max" means no limit
+                continue
+            # The kernel counts cached files as used, and frees them when memory is short.
+            stat = dict(line.split() for line in _lines(parent / "memory.stat"))
+            cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+            yield int(limit[0]) - int(usage[0]) + int(cached)
 
 
 def _lines(path: str | Path) -> list[str]:
@@ -195,8 +214,10 @@ def largest(bytes_of: Callable[[int], int], size: int, budget: int) -> int:
     if bytes_of(size) <= budget:
         return size
     # Memory is linear in the batch size from 2 on.
-    two, four = bytes_of(2), bytes_of(4)
-    batch = max(1, min(size - 1, 2 + int(2 * (budget - two) // max(four - two, 1))))
+    two = bytes_of(2)
+    four = bytes_of(4)
+    estimate = 2 + int(2 * (budget - two) // max(four - two, 1))
+    batch = max(1, min(size - 1, estimate))
     while batch > 1 and bytes_of(batch) > budget:  # the line is not a bound
         batch = batch * 7 // 8
     if bytes_of(batch) > budget:
@@ -214,7 +235,7 @@ def run_largest(
     """Return `function_of(batch_size)(arrays)` for the largest batch within `budget` bytes."""
 
     @functools.cache
-    def compiled(batch_size: int) -> tuple[Any, int]:
+    def program_of(batch_size: int) -> tuple[Any, int]:
         # Closed-over arrays become arguments; as constants they would be folded and copied.
         converted = eqx.filter_closure_convert(function_of(batch_size), arrays)
         _refuse_traced(converted)
@@ -223,10 +244,11 @@ def run_largest(
         return functools.partial(program, converted, arrays), program_bytes(program.compiled)
 
     _refuse_traced(arrays)
-    budget = free_memory(jax.tree.leaves(arrays)) if budget is None else budget
-    chosen = largest(lambda batch_size: compiled(batch_size)[1], size, budget)
-    run, needed = compiled(chosen)
-    logger.info("batches of %d of %d members: %d bytes of %d", chosen, size, needed, budget)
+    if budget is None:
+        budget = free_memory(jax.tree.leaves(arrays))
+    batch_size = largest(lambda batch_size: program_of(batch_size)[1], size, budget)
+    run, num_bytes = program_of(batch_size)
+    logger.info("batches of %d of %d members: %d bytes of %d", batch_size, size, num_bytes, budget)
     return run()
 
 

@@ -20,7 +20,8 @@ from dissociation._core.types import Size
 from dissociation._core.validation import validated
 
 MEMBER_MAPS = ("vmap", "scan", "unroll")
-MEMBER_AXIS, DATA_AXIS = "members", "data"
+MEMBER_AXIS = "members"
+DATA_AXIS = "data"
 
 
 @validated
@@ -54,8 +55,8 @@ def count(models: Any) -> int:
         checks.fail(
             "models", "hold arrays that agree in a leading axis", f"leading axes {sorted(counts)}"
         )
-    ((number,),) = counts
-    return number
+    (num_members,) = counts.pop()
+    return num_members
 
 
 def take(models: Any, index: Any) -> Any:
@@ -68,18 +69,21 @@ def take(models: Any, index: Any) -> Any:
         >>> take({"weight": jnp.arange(6.0).reshape(3, 2)}, jnp.array([2, 0]))["weight"].tolist()
         [[4.0, 5.0], [0.0, 1.0]]
     """
-    index = np.asarray(index) if isinstance(index, list) else index
+    if isinstance(index, list):
+        index = np.asarray(index)
     _check_members(models, index)
+
+    def taken(leaf: Any) -> Any:
+        return leaf[index] if hasattr(leaf, "shape") else leaf
+
     arrays, constants = eqx.partition(models, lambda leaf: isinstance(leaf, jax.Array))
-    constants = jax.tree.map(
-        lambda leaf: leaf[index] if hasattr(leaf, "shape") else leaf, constants
-    )
+    constants = jax.tree.map(taken, constants)
     leaves = jax.tree.leaves(arrays)
     is_known = leaves and not any(map(checks.is_traced, [*leaves, index]))
     if is_known and np.asarray(index).dtype.kind in "iu":
-        arrays = gathered(arrays, to_device(np.asarray(index)))  # one program for all places
+        arrays = gathered(arrays, to_device(np.asarray(index)))  # one program for all indices
     else:
-        arrays = jax.tree.map(lambda leaf: leaf[index], arrays)
+        arrays = jax.tree.map(taken, arrays)
     return eqx.combine(arrays, constants)
 
 
@@ -88,20 +92,22 @@ def _check_members(models: Any, index: Any) -> None:
     if checks.is_traced(index) or np.asarray(index).dtype.kind not in "iu":
         return
     lengths = [leaf.shape[0] for leaf in jax.tree.leaves(models) if getattr(leaf, "shape", ())]
-    number = min(lengths, default=0)
+    if not lengths:
+        return
+    length = min(lengths)
     indices = np.asarray(index)
-    missing = indices[(indices < -number) | (indices >= number)]
-    if lengths and missing.size:
+    missing = indices[(indices < -length) | (indices >= length)]
+    if missing.size:
         checks.fail(
             "index",
-            f"lie from {-number} to {number - 1}",
+            f"lie from {-length} to {length - 1}",
             ", ".join(map(str, missing.ravel().tolist())),
         )
 
 
 @jax.jit
 def gathered(arrays: Any, members: Array) -> Any:
-    """Return stacked members at some indices, or the member at one."""
+    """Return stacked members at an array of indices, or the member at a scalar."""
     return jax.tree.map(lambda leaf: leaf[members], arrays)
 
 
@@ -112,11 +118,16 @@ def stack(trees: Sequence[Any], axis: int = 0) -> Any:
 
 def concatenate(trees: Sequence[Any], axis: int = 0) -> Any:
     """Concatenate PyTrees of one structure; NumPy arrays stay NumPy arrays."""
-    return trees[0] if len(trees) == 1 else _joined("concatenate", trees, axis)
+    if len(trees) == 1:
+        return trees[0]
+    return _joined("concatenate", trees, axis)
 
 
 def per_batch(platform: str | None = None) -> int | None:
-    """Return the number of members to map at once: 1 on a CPU, which one member keeps busy, else None (all)."""
+    """Return the number of members to map at once: 1 on a CPU, else None, which means all.
+
+    A single member keeps a CPU busy.
+    """
     return 1 if (platform or jax.default_backend()) == "cpu" else None
 
 
@@ -156,7 +167,9 @@ def map_members(
         if isinstance(leaf, np.ndarray):
             check_fits("stacked", leaf)
     local = partial(_map_locally, function, member_map, members_per_batch, ordered)
-    return local(shared, stacked) if mesh is None else _each_device(local, mesh, shared, stacked)
+    if mesh is not None:
+        return _each_device(local, mesh, shared, stacked)
+    return local(shared, stacked)
 
 
 def _map_locally(
@@ -167,51 +180,58 @@ def _map_locally(
     shared: Any,
     stacked: Any,
 ) -> Any:
+    """Return `function(shared, member)` for every member on one device, see `map_members`."""
     arrays, static = eqx.partition(stacked, eqx.is_array)
 
-    def one(own: Any) -> Any:
-        return function(shared, eqx.combine(own, static))
+    def mapped(member_arrays: Any) -> Any:
+        return function(shared, eqx.combine(member_arrays, static))
 
-    if member_map == "vmap" and (members_per_batch is None or members_per_batch >= count(arrays)):
-        return jax.vmap(one)(arrays)
+    is_batched = member_map == "vmap"
+    if is_batched and (members_per_batch is None or members_per_batch >= count(arrays)):
+        return jax.vmap(mapped)(arrays)
     if member_map != "unroll":
-        several = member_map == "vmap" and members_per_batch != 1
-        return jax.lax.map(one, arrays, batch_size=members_per_batch if several else None)
+        batch_size = None
+        if is_batched and members_per_batch != 1:
+            batch_size = members_per_batch
+        return jax.lax.map(mapped, arrays, batch_size=batch_size)
+
     results = []
     for index in range(count(arrays)):
-        part = take(arrays, index)
+        member_arrays = take(arrays, index)
         if ordered and results:
-            results[-1], part = after(results[-1], part)
-        results.append(one(part))
+            results[-1], member_arrays = after(results[-1], member_arrays)
+        results.append(mapped(member_arrays))
     return stack(results)
 
 
-def after(done: Any, then: Any) -> tuple[Any, Any]:
-    """Return both arguments; what is computed from the second waits for the first."""
+def after(done: Any, pending: Any) -> tuple[Any, Any]:
+    """Return both arguments; what is computed from `pending` waits for `done`."""
     # Decompositions that XLA runs in parallel in one program on a CPU can wait for each other for
     # ever.
-    arrays, static = eqx.partition((done, then), eqx.is_array)
+    arrays, static = eqx.partition((done, pending), eqx.is_array)
     return eqx.combine(jax.lax.optimization_barrier(arrays), static)
 
 
-def _joined(how: str, trees: Sequence[Any], axis: int) -> Any:
+def _joined(operation: str, trees: Sequence[Any], axis: int) -> Any:
+    """Join the leaves of PyTrees of one structure by `operation`: "stack" or "concatenate"."""
     if not trees:
         checks.fail("trees", "hold at least one PyTree", "none")
 
     columns: list[Any] = []
-    on_device: dict[int, tuple[Any, ...]] = {}
+    device_columns: dict[int, tuple[Any, ...]] = {}
     try:
         jax.tree.map(lambda *leaves: columns.append(leaves), *trees)
         for number, leaves in enumerate(columns):
             if not hasattr(leaves[0], "shape"):
                 columns[number] = leaves[0]
             elif all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves):
-                columns[number] = getattr(np, how)(leaves, axis=axis)
+                columns[number] = getattr(np, operation)(leaves, axis=axis)
             else:
-                on_device[number] = _of_one_kind(leaves)
-        is_known = on_device and not any(map(checks.is_traced, jax.tree.leaves(on_device)))
-        join = _compiled_join if is_known else _joined_arrays
-        for number, array in join(how, on_device, axis).items():
+                device_columns[number] = _of_one_kind(leaves)
+
+        is_traced = any(map(checks.is_traced, jax.tree.leaves(device_columns)))
+        join = _compiled_join if device_columns and not is_traced else _joined_arrays
+        for number, array in join(operation, device_columns, axis).items():
             columns[number] = array
     except checks.WrongValue:
         raise
@@ -227,12 +247,16 @@ def _of_one_kind(leaves: Sequence[Any]) -> tuple[Any, ...]:
     kinds = {leaf.dtype for leaf in leaves}
     if len(kinds) == 1 or "int" not in map(number_kind, kinds):
         return tuple(map(to_device, leaves))
-    dtype = common_dtype([f"trees[{index}]" for index in range(len(leaves))], list(leaves))
+    names = [f"trees[{index}]" for index in range(len(leaves))]
+    dtype = common_dtype(names, list(leaves))
     return tuple(to_device(leaf, dtype) for leaf in leaves)
 
 
-def _joined_arrays(how: str, columns: dict[int, tuple[Array, ...]], axis: int) -> dict[int, Array]:
-    return {number: getattr(jnp, how)(arrays, axis=axis) for number, arrays in columns.items()}
+def _joined_arrays(
+    operation: str, columns: dict[int, tuple[Array, ...]], axis: int
+) -> dict[int, Array]:
+    join = getattr(jnp, operation)
+    return {number: join(arrays, axis=axis) for number, arrays in columns.items()}
 
 
 _compiled_join = jax.jit(_joined_arrays, static_argnums=(0, 2))
@@ -240,7 +264,7 @@ _compiled_join = jax.jit(_joined_arrays, static_argnums=(0, 2))
 
 @validated
 def member_mesh(devices: Sequence[Any] | None = None, *, data: Size = 1) -> Mesh:
-    """Return a mesh with the axis `"members"`, and `"data"` if batches are split over several devices too.
+    """Return a mesh with the axis `"members"`, and `"data"` if devices split batches, too.
 
     Args:
         devices: Devices of this process; None: all of the default backend.
@@ -253,9 +277,12 @@ def member_mesh(devices: Sequence[Any] | None = None, *, data: Size = 1) -> Mesh
     chosen = jax.local_devices() if devices is None else list(devices)
     if len(chosen) % data:
         checks.fail("data", f"divide the number of devices ({len(chosen)})", data)
-    names = (MEMBER_AXIS,) if data == 1 else (MEMBER_AXIS, DATA_AXIS)
-    shaped = np.array(chosen).reshape((-1, data)[: len(names)])
-    return Mesh(shaped, names, axis_types=(AxisType.Auto,) * len(names))
+    names = (MEMBER_AXIS,)
+    grid = np.array(chosen)
+    if data > 1:
+        names = (MEMBER_AXIS, DATA_AXIS)
+        grid = grid.reshape(-1, data)
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def member_devices(mesh: Any) -> int:
@@ -264,10 +291,14 @@ def member_devices(mesh: Any) -> int:
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Raise unless `mesh` has the axis `"members"`, at most `"data"` beside it, and local devices."""
+    """Raise unless `mesh` has the axis `"members"`, at most `"data"` too, and local devices."""
     if mesh.axis_names not in ((MEMBER_AXIS,), (MEMBER_AXIS, DATA_AXIS)):
-        wanted = f"have the axis {MEMBER_AXIS!r}, and {DATA_AXIS!r} at most"
-        checks.fail("mesh", wanted, mesh.axis_names, "Make it with dissociation.member_mesh")
+        checks.fail(
+            "mesh",
+            f"have the axis {MEMBER_AXIS!r}, and {DATA_AXIS!r} at most",
+            mesh.axis_names,
+            "Make it with dissociation.member_mesh",
+        )
     if mesh.is_multi_process:
         checks.fail(
             "mesh",
@@ -279,20 +310,25 @@ def check_mesh(mesh: Mesh) -> None:
 
 def place_members(tree: Any, mesh: Mesh, spec: PartitionSpec | None = None) -> Any:
     """Place array leaves on the mesh, by default split along the leading axis."""
-    where = NamedSharding(mesh, PartitionSpec(MEMBER_AXIS) if spec is None else spec)
-    return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, where) if eqx.is_array(leaf) else leaf, tree
-    )
+    if spec is None:
+        spec = PartitionSpec(MEMBER_AXIS)
+    sharding = NamedSharding(mesh, spec)
+    arrays, static = eqx.partition(tree, eqx.is_array)
+    placed = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), arrays)
+    return eqx.combine(placed, static)
 
 
 def _each_device(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked: Any) -> Any:
     """Return `function(shared, stacked)`, called on every device with its members."""
     arrays, static = eqx.partition((shared, stacked), eqx.is_array)
     split = PartitionSpec(MEMBER_AXIS)
-    options = {
-        "in_specs": (PartitionSpec(), split),
-        "out_specs": split,
-        "axis_names": {MEMBER_AXIS},
-    }
     local = lambda *arrays: function(*eqx.combine(arrays, static))  # noqa: E731
-    return jax.shard_map(local, mesh=mesh, check_vma=False, **options)(*arrays)
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), split),
+        out_specs=split,
+        axis_names={MEMBER_AXIS},
+        check_vma=False,
+    )
+    return mapped(*arrays)

@@ -21,14 +21,17 @@ from dissociation.training._members import (
     gathered,
     member_devices,
     member_mesh,
+    per_batch,
     place_members,
 )
-from dissociation.training._members import per_batch as at_once
 from dissociation.training._traced import Traced
 
 
 class Threads(NamedTuple):
-    """Number of shards that worker threads train on one device: what `mesh="auto"` becomes without a mesh."""
+    """Number of shards that worker threads train on one device.
+
+    `mesh="auto"` becomes this if there is no mesh.
+    """
 
     shards: int
 
@@ -63,11 +66,10 @@ class Partition(NamedTuple):
     @property
     def data_mesh(self) -> Mesh | None:
         """Return the mesh if it splits the samples of a batch, else None."""
-        return (
-            self.devices
-            if self.devices is not None and DATA_AXIS in self.devices.axis_names
-            else None
-        )
+        mesh = self.devices
+        if mesh is None or DATA_AXIS not in mesh.axis_names:
+            return None
+        return mesh
 
     @property
     def how(self) -> dict[str, Any]:
@@ -81,88 +83,124 @@ class Partition(NamedTuple):
     @property
     def size(self) -> int:
         """Return the number of members in a shard."""
-        devices = member_devices(self.devices)
+        num_devices = member_devices(self.devices)
         # With "unroll", a shard is one member of every device, so that one program serves all
         # shards.
-        return (
-            devices
-            if self.member_map == "unroll"
-            else devices * -(-self.total // (devices * self.shards))
-        )
+        if self.member_map == "unroll":
+            return num_devices
+        return num_devices * -(-self.total // (num_devices * self.shards))
 
     def split(self, stacked: Any) -> list[Any]:
         """Cut members into shards; leaves that are not arrays go to every shard."""
-        arrays, rest = eqx.partition(stacked, eqx.is_array)
-        shards, size = [], self.size
+        arrays, static = eqx.partition(stacked, eqx.is_array)
+        size = self.size
+        shards = []
         for start in range(0, self.total, size):
             rows = np.minimum(np.arange(start, start + size), self.total - 1)
-            own = arrays if len(rows) == self.total else gathered(arrays, to_device(rows))
-            shards.append(
-                eqx.combine(own if self.devices is None else place_members(own, self.devices), rest)
-            )
+            shard = arrays
+            if len(rows) != self.total:
+                shard = gathered(arrays, to_device(rows))
+            if self.devices is not None:
+                shard = place_members(shard, self.devices)
+            shards.append(eqx.combine(shard, static))
         return shards
 
     def joined(self, shards: Sequence[Any]) -> Any:
         """Undo `split`."""
-        arrays, rest = eqx.partition(list(shards), eqx.is_array)
+        arrays, static = eqx.partition(list(shards), eqx.is_array)
         if len(shards) == 1 and all(len(leaf) == self.total for leaf in jax.tree.leaves(arrays)):
             return shards[0]
-        return eqx.combine(_concatenated(arrays, self.total), rest[0])
+        return eqx.combine(_concatenated(arrays, self.total), static[0])
 
-    def placed(self, tree: Any, own: bool) -> Any:
-        """Split arrays of single members into shards, or place those of all members on every device of the mesh."""
-        if own:
+    def placed(self, tree: Any, of_members: bool) -> Any:
+        """Split arrays of single members into shards; place arrays of all members everywhere."""
+        if of_members:
             return self.split(tree)
-        return tree if self.devices is None else place_members(tree, self.devices, PartitionSpec())
+        if self.devices is None:
+            return tree
+        return place_members(tree, self.devices, PartitionSpec())
 
-    def chosen(self, arrays: Any, step: Traced, *others: Traced) -> tuple["Partition", int]:
-        """Return the partition, with only `members_per_batch` perhaps "auto", and the number of worker threads."""
-        member_map, per_batch, mesh = self.member_map, self.members_per_batch, self.devices
-        checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
+    def chosen(self, arrays: Any, step: Traced, *observations: Traced) -> tuple["Partition", int]:
+        """Return the partition and the number of worker threads.
+
+        Only `members_per_batch` may stay "auto".
+        """
+        checks.check_choice("member_map", self.member_map, ("auto", *MEMBER_MAPS))
+        mesh = self.devices
         if mesh is not None:
             check_mesh(mesh)
         elif self.mesh not in (None, "auto") and not isinstance(self.mesh, Threads):
             checks.fail_kind("mesh", 'be a mesh of `member_mesh`, None or "auto"', repr(self.mesh))
+        member_map = self.member_map
         if member_map == "auto":
-            platform = None if mesh is None else mesh.devices.flat[0].platform
-            sequential = "unroll" if "conv_general_dilated" in step.code.primitives else "scan"
-            member_map = sequential if at_once(platform) == 1 else "vmap"
-        if per_batch not in (None, "auto"):
-            checks.check_count("members_per_batch", per_batch, minimum=1)
-            if member_map != "vmap":
-                wanted = f"be None with sequential mapping (member_map={member_map!r})"
-                checks.fail("members_per_batch", wanted, per_batch)
-        chosen = self._replace(member_map=member_map, mesh=mesh or Threads(1))
+            member_map = _automatic_map(mesh, step)
+        partition = self._replace(member_map=member_map, mesh=mesh or Threads(1))
+        partition._check_members_per_batch()
         if member_map == "vmap":
-            return chosen, 1
-        chosen = chosen._replace(members_per_batch=None)
+            return partition, 1
+        partition = partition._replace(members_per_batch=None)
         if mesh is not None or self.mesh is None:
-            return chosen, 1
-        operations = frozenset().union(*(program.code.primitives for program in (step, *others)))
-        threads = number_of_threads(self.total, operations, (arrays, step, *others))
+            return partition, 1
+
+        programs = (step, *observations)
+        operations = frozenset().union(*(program.code.primitives for program in programs))
+        threads = number_of_threads(self.total, operations, (arrays, *programs))
         # Bits depend on the shards, so fewer cores compute the same shards with fewer threads.
-        shards = min(self.mesh.shards, self.total) if isinstance(self.mesh, Threads) else threads
-        return chosen._replace(mesh=Threads(shards)), threads
+        shards = threads
+        if isinstance(self.mesh, Threads):
+            shards = min(self.mesh.shards, self.total)
+        return partition._replace(mesh=Threads(shards)), threads
+
+    def _check_members_per_batch(self) -> None:
+        """Raise unless the number of members batched at once fits their mapping."""
+        if self.members_per_batch in (None, "auto"):
+            return
+        checks.check_count("members_per_batch", self.members_per_batch, minimum=1)
+        if self.member_map != "vmap":
+            checks.fail(
+                "members_per_batch",
+                f"be None with sequential mapping (member_map={self.member_map!r})",
+                self.members_per_batch,
+            )
 
     def stored(self) -> dict[str, Any]:
-        """Return how members are mapped, for JSON; a mesh becomes its numbers of devices for members and data."""
-        mesh, members = self.devices, member_devices(self.devices)
-        sizes = None if mesh is None else [members, mesh.size // members]
+        """Return the arguments of `map_members` for JSON, and the number of worker threads.
+
+        A mesh becomes its numbers of devices for members and data.
+        """
+        mesh = self.devices
+        sizes = None
+        if mesh is not None:
+            num_devices = member_devices(mesh)
+            sizes = [num_devices, mesh.size // num_devices]
         return self.how | {"mesh": sizes, "threads": self.shards}
 
     def resumed(self, stored: dict[str, Any]) -> "Partition":
         """Return the partition with "auto" entries from a stored one."""
         if self.member_map not in ("auto", stored["member_map"]):
             return self
-        per_batch, mesh, sizes = self.members_per_batch, self.mesh, stored["mesh"]
+        mesh = self.mesh
+        sizes = stored["mesh"]
         if mesh == "auto" and sizes is None:
             mesh = Threads(stored["threads"])
         elif mesh == "auto" and math.prod(sizes) <= jax.local_device_count():
             mesh = member_mesh(jax.local_devices()[: math.prod(sizes)], data=sizes[1])
-        per_batch = stored["members_per_batch"] if per_batch == "auto" else per_batch
+        members_per_batch = self.members_per_batch
+        if members_per_batch == "auto":
+            members_per_batch = stored["members_per_batch"]
         return self._replace(
-            member_map=stored["member_map"], members_per_batch=per_batch, mesh=mesh
+            member_map=stored["member_map"], members_per_batch=members_per_batch, mesh=mesh
         )
+
+
+def _automatic_map(mesh: Mesh | None, step: Traced) -> str:
+    """Return the mapping of members that `member_map="auto"` stands for."""
+    platform = None if mesh is None else mesh.devices.flat[0].platform
+    if per_batch(platform) != 1:
+        return "vmap"
+    if "conv_general_dilated" in step.code.primitives:
+        return "unroll"
+    return "scan"
 
 
 @partial(jax.jit, static_argnums=1)
@@ -173,6 +211,7 @@ def _concatenated(shards: Sequence[Any], number: int) -> Any:
 def map_shards(function: Any, shared: Any, stacked: Any, num_members: int, threads: int) -> Any:
     """Return `function(shared, stacked)` of a `filter_jit`, with a shard per worker thread."""
     partition = Partition(num_members, "scan", None, Threads(threads))
-    each = partition.split(stacked)
-    program = compiled(function, threads, shared, each[0])
-    return partition.joined(run_tasks([partial(program, shared, one) for one in each], threads))
+    shards = partition.split(stacked)
+    program = compiled(function, threads, shared, shards[0])
+    tasks = [partial(program, shared, shard) for shard in shards]
+    return partition.joined(run_tasks(tasks, threads))

@@ -1,4 +1,4 @@
-"""Plans of sweeps: which members are trained at once, by an estimate of the memory that they take."""
+"""Plans of sweeps: groups of members that are trained at once, by an estimate of their memory."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -37,9 +37,9 @@ class Plan(NamedTuple):
     devices: int  # which train members
 
     def __str__(self) -> str:
-        members, most = sum(map(len, self.groups)), max(map(len, self.groups))
-        size = f"{self.peak_bytes / 2**20:.0f} MiB of {self.budget / 2**20:.0f}"
-        return f"{members} members, {most} at once on {self.devices} device(s), at most {size}"
+        sizes = list(map(len, self.groups))
+        members = f"{sum(sizes)} members, {max(sizes)} at once on {self.devices} device(s)"
+        return f"{members}, at most {self.peak_bytes / 2**20:.0f} MiB of {self.budget / 2**20:.0f}"
 
 
 class Sweep(NamedTuple):
@@ -66,19 +66,23 @@ class Sweep(NamedTuple):
         return self.length["num_epochs"] * self.sampler.epoch_steps
 
     def start(self, members: Sequence[int]) -> tuple[PyTree, PyTree, Array]:
-        """Return initial models, `aux` and keys of the training of members of one shape, stacked."""
-        places = np.asarray(members)
+        """Return stacked initial models, `aux` and training keys of members of one shape."""
+        indices = np.asarray(members)
         make_aux = self.aux if makes(self.aux) else None
-        fixed = dict(self.shape_of[members[0]])
-        models, aux, keys = _fresh((self.init, make_aux), fixed, self.keys, to_device(places))
-        return models, aux if make_aux is not None else take(self.aux, places), keys
+        quantities = dict(self.shape_of[members[0]])
+        models, aux, keys = _fresh((self.init, make_aux), quantities, self.keys, to_device(indices))
+        if make_aux is None:
+            aux = take(self.aux, indices)
+        return models, aux, keys
 
     def arguments(self, members: Sequence[int]) -> tuple[PyTree, dict[str, Any]]:
-        """Return the models of members of one shape, and the arguments of `fit` that determine their training."""
+        """Return the models of members of one shape, and `fit`'s arguments for their training."""
         models, aux, keys = self.start(members)
-        own: Any = (self.order, keys) if self.sampler.shared else keys
         hyperparams = take(self.hyperparams, np.asarray(members)) or None
-        return models, {"aux": aux, "hyperparams": hyperparams, "key": own, **self.length}
+        key: Any = keys
+        if self.sampler.shared:
+            key = (self.order, keys)
+        return models, {"aux": aux, "hyperparams": hyperparams, "key": key, **self.length}
 
     def fit(
         self,
@@ -97,16 +101,19 @@ class Sweep(NamedTuple):
 
 @eqx.filter_jit
 def _fresh(
-    make: tuple[Any, Any], fixed: dict[str, Any], keys: Array, members: Array
+    make: tuple[Any, Any], quantities: dict[str, Any], keys: Array, members: Array
 ) -> tuple[PyTree, PyTree, Array]:
-    """Return what both functions (the second may be None) return for members, stacked, and keys of training."""
-    of_model, of_training = gathered(keys, members).T
+    """Return stacked models and `aux` of members from two functions, and keys of training.
 
-    def stacked(function: Callable[..., Any]) -> PyTree:
-        return eqx.filter_vmap(lambda key: function(key, **fixed))(of_model)
-
+    The second function may be None.
+    """
     make_model, make_aux = make
-    return stacked(make_model), None if make_aux is None else stacked(make_aux), of_training
+    model_keys, training_keys = gathered(keys, members).T
+    models = eqx.filter_vmap(lambda key: make_model(key, **quantities))(model_keys)
+    aux = None
+    if make_aux is not None:
+        aux = eqx.filter_vmap(lambda key: make_aux(key, **quantities))(model_keys)
+    return models, aux, training_keys
 
 
 def makes(aux: Any) -> bool:
@@ -122,43 +129,59 @@ def planned(
     keeps: bool = False,
     progress: str | MeterFactory | None = None,
 ) -> Plan:
-    """Return groups that fit in memory, at least `num_groups`; `keeps` is True if trained models stay in memory."""
-    given = (
-        None
-        if budget is None
-        else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
-    )
-    room, alike = given or machine.free_memory([]), dict[Any, list[int]]()
+    """Return groups that fit in memory, at least `num_groups`.
+
+    `keeps` is True if trained models stay in memory.
+    """
+    is_stated = budget is not None
+    if budget is None:
+        budget = machine.free_memory([])
+    else:
+        budget = checks.check_count("memory_budget", budget, minimum=1, maximum=None)
+
+    members_of_shape: dict[Any, list[int]] = {}
     for member, shape in enumerate(sweep.shape_of):
-        alike.setdefault(shape, []).append(member)
-    groups, peak, kept, devices = [], 0, 0, 1
-    most = _largest_group(list(map(len, alike.values())), num_groups or 1)
+        members_of_shape.setdefault(shape, []).append(member)
+    num_shapes = len(members_of_shape)
+    counts = [len(members) for members in members_of_shape.values()]
+    max_size = _largest_group(counts, num_groups or 1)
     # A stated budget is compared with what programs take.
-    ample = 0 if given else room // (4 * len(alike))
-    with closing(open_meter(progress, len(alike), "planning")) as meter:
-        for done, members in enumerate(alike.values()):
-            meter.advance(done, "compiling")  # most of a short sweep's time
-            fixed, each, model, threads = estimated_bytes(sweep, members, ample)
-            kept += model * len(members) if keeps else 0
-            size = min(len(members), most, (room - fixed - kept) // each)
+    ample = 0 if is_stated else budget // (4 * num_shapes)
+
+    groups = []
+    peak = 0
+    kept_bytes = 0
+    devices = 1
+    with closing(open_meter(progress, num_shapes, "planning")) as meter:
+        for num_planned, members in enumerate(members_of_shape.values()):
+            meter.advance(num_planned, "compiling")  # most of a short sweep's time
+            fixed_bytes, member_bytes, model_bytes, threads = estimated_bytes(sweep, members, ample)
+            if keeps:
+                kept_bytes += model_bytes * len(members)
+            fixed_bytes += kept_bytes
+            size = min(len(members), max_size, (budget - fixed_bytes) // member_bytes)
             if size < 1:
-                wanted = (
-                    f"be at least {fixed + kept + each} bytes, which one member takes with its data"
+                least_bytes = fixed_bytes + member_bytes
+                requirement = (
+                    f"be at least {least_bytes} bytes, which one member takes with its data"
                 )
-                checks.fail("memory_budget", wanted, room)
-            size = math.ceil(
-                len(members) / math.ceil(len(members) / size)
-            )  # groups of equal size share a program
-            devices, peak = max(devices, threads), max(peak, fixed + each * size + kept)
-            groups += [
-                tuple(members[start : start + size]) for start in range(0, len(members), size)
-            ]
-        meter.advance(len(alike), "")
-    return Plan(tuple(groups), peak, room, devices)
+                checks.fail("memory_budget", requirement, budget)
+
+            # Groups of equal size share a program.
+            size = math.ceil(len(members) / math.ceil(len(members) / size))
+            devices = max(devices, threads)
+            peak = max(peak, fixed_bytes + member_bytes * size)
+            for start in range(0, len(members), size):
+                groups.append(tuple(members[start : start + size]))
+        meter.advance(num_shapes, "")
+    return Plan(tuple(groups), peak, budget, devices)
 
 
 def _largest_group(counts: list[int], num_groups: int) -> int:
-    """Return the largest number of members in a group with which members of equal shape form enough groups."""
+    """Return the largest size of a group with which there are at least `num_groups`.
+
+    `counts` holds the number of members of each shape.
+    """
     for size in range(max(counts), 0, -1):
         if sum(-(-count // size) for count in counts) >= num_groups:
             return size
@@ -177,67 +200,77 @@ def estimated_bytes(
         Bytes of data and programs for any number of members, bytes per member, bytes of a trained
         model, and the number of devices or worker threads. The compiler's memory is left out.
     """
-    four, (step, sampler, save) = (list(members) * 4)[:4], (sweep.step, sweep.sampler, sweep.save)
+    step = sweep.step
+    sampler = sweep.sampler
+    save = sweep.save
+    four_members = (list(members) * 4)[:4]
 
-    def begin() -> tuple[Any, ...]:
-        models, arguments = sweep.arguments(four)
+    def prepare() -> tuple[Any, ...]:
+        models, arguments = sweep.arguments(four_members)
         return prepared(models, step, sampler, **arguments)
 
-    shapes, first, total, (order, *own) = eqx.filter_eval_shape(begin)
+    shapes, first, total, (order, *member_keys) = eqx.filter_eval_shape(prepare)
 
     def run_of(size: int) -> Run:
-        state, *keys = _zeros((shapes, *own), size)
-        keys = _zeros(order, None if sampler.shared else size), *keys
-        return _Estimate(
-            state, step, sampler, keys, save, Partition(size, **{**sweep.how, "mesh": None}), []
-        )
+        state, *keys = _zeros((shapes, *member_keys), size)
+        order_size = None if sampler.shared else size
+        order_key = _zeros(order, order_size)
+        partition = Partition(size, **{**sweep.how, "mesh": None})
+        return _Estimate(state, step, sampler, (order_key, *keys), save, partition, [])
 
     def compiled_bytes(run: Run) -> int:
+        """Return the bytes of the chunk's or the observation's program, if that takes more."""
+        stacked = run.members
+        observe = run.program.observe
         calls: list[Any] = [(run_chunk, run.example())]
-        members, observe = run.members, run.program.observe
         if observe is not None:
-            inputs = members.partition.how, observe, jnp.asarray(first), members.observe_keys[0]
+            inputs = (stacked.partition.how, observe, jnp.asarray(first), stacked.observe_keys[0])
             calls.append((observe_members, inputs))
-        compiled = [
-            function.lower(inputs, members.states[0]).compile().compiled
-            for function, inputs in calls
-        ]
-        return max(map(machine.program_bytes, compiled))  # chunk or observation
+
+        sizes = []
+        for function, inputs in calls:
+            program = function.lower(inputs, stacked.states[0]).compile()
+            sizes.append(machine.program_bytes(program.compiled))
+        return max(sizes)
 
     run = run_of(2)
-    state, program = run.members.states[0], run.program
+    state = run.members.states[0]
+    program = run.program
     state_bytes = _bytes(state) // 2
     # Programs free most results of their operations, and copy some.
-    each = sum(2 * result_bytes(traced.code.jaxpr) for traced in program.programs)
-    of_program = 0
-    if _bytes(sampler) + len(members) * (3 * state_bytes + each) > ample:
-        programs = [compiled_bytes(run), compiled_bytes(run_of(4))]
-        each = max(0, programs[1] - programs[0]) // 2
-        of_program = max(0, programs[0] - 2 * each)
-    times = len(record_steps(save, [], first, total, sampler.epoch_steps))
-    recorded = (program.info, total - first), (program.observe and program.observe.out, times)
-    history = 16 * sum(
-        math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree)
-    )
-    spread = jax.default_backend() == "cpu" and run.members.partition.member_map != "vmap"
-    threads = min(jax.local_device_count(), machine.available_cores()) if spread else 1
-    fixed = _bytes(sampler) + _bytes(program.observe) + threads * of_program
+    temporary_bytes = sum(2 * result_bytes(traced.code.jaxpr) for traced in program.programs)
+    program_bytes = 0
+    if _bytes(sampler) + len(members) * (3 * state_bytes + temporary_bytes) > ample:
+        bytes_of_two = compiled_bytes(run)
+        bytes_of_four = compiled_bytes(run_of(4))
+        temporary_bytes = max(0, bytes_of_four - bytes_of_two) // 2
+        program_bytes = max(0, bytes_of_two - 2 * temporary_bytes)
+
+    num_records = len(record_steps(save, [], first, total, sampler.epoch_steps))
+    num_recorded = _size(program.info) * (total - first)
+    if program.observe is not None:
+        num_recorded += _size(program.observe.out) * num_records
+
+    threads = 1
+    if jax.default_backend() == "cpu" and run.members.partition.member_map != "vmap":
+        threads = min(jax.local_device_count(), machine.available_cores())
+    fixed_bytes = _bytes(sampler) + _bytes(program.observe) + threads * program_bytes
     # At most three copies of a state are in memory: given, trained and returned.
-    per_member = 3 * state_bytes + each + history
-    return fixed, per_member, _bytes(state.arrays) // 2, threads
+    member_bytes = 3 * state_bytes + temporary_bytes + 16 * num_recorded
+    return fixed_bytes, member_bytes, _bytes(state.arrays) // 2, threads
 
 
 def result_bytes(jaxpr: Any) -> int:
-    """Return the size of the results of all operations of a jaxpr, each counted once in the body of a loop."""
+    """Return the size of all operations' results in a jaxpr, once for the body of a loop."""
     total = 0
     for equation in jaxpr.eqns:
-        total += sum(
-            math.prod(result.aval.shape) * result.aval.dtype.itemsize for result in equation.outvars
-        )
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple) else (value,):
-                if isinstance(inner, jex.ClosedJaxpr | jex.Jaxpr):
-                    total += result_bytes(inner)
+        for result in equation.outvars:
+            total += math.prod(result.aval.shape) * result.aval.dtype.itemsize
+        for parameter in equation.params.values():
+            candidates = parameter if isinstance(parameter, tuple) else (parameter,)
+            for candidate in candidates:
+                if isinstance(candidate, jex.ClosedJaxpr | jex.Jaxpr):
+                    total += result_bytes(candidate)
     return total
 
 
@@ -260,18 +293,24 @@ def _zeros(shapes: PyTree, size: int | None = None) -> PyTree:
     """Return zeros of these shapes, or keys; `size` replaces the length of the first axis."""
 
     def zeros(leaf: Any) -> Any:
-        shape = leaf.shape if size is None else (size, *leaf.shape[1:])
+        shape = leaf.shape
+        if size is not None:
+            shape = (size, *shape[1:])
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return to_device(np.zeros(shape, leaf.dtype))
+
         implementations: list[Any] = []
         jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), leaf)
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, leaf.dtype))
-        return jax.random.wrap_key_data(
-            to_device(np.zeros(words.shape, words.dtype)), impl=implementations[0]
-        )
+        zero_words = to_device(np.zeros(words.shape, words.dtype))
+        return jax.random.wrap_key_data(zero_words, impl=implementations[0])
 
     return jax.tree.map(zeros, shapes)
 
 
 def _bytes(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
+
+
+def _size(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

@@ -23,45 +23,59 @@ class Meter:
     """Base of meters, which shows nothing; any object with these two methods is a meter."""
 
     def advance(self, step: int, text: str) -> None:
-        """Show `step` finished steps of the total and a short text; an empty text keeps the last one."""
+        """Show `step` finished steps and a short text; an empty text keeps the last one."""
 
     def close(self) -> None:
         """End the meter; called once, also after an error."""
 
 
 MeterFactory = Callable[[int, str], Any]
-"""Function from the total number of steps and a description to a `Meter`, or to any object with its methods."""
+"""Function from the total number of steps and a description to an object like `Meter`."""
 
 
 class BarMeter(Meter):
-    """Meter with a bar of a tqdm class; in a file, a line every `SECONDS` seconds and one at the end."""
+    """Meter with a bar of a tqdm class; in a file, a line every `SECONDS` and one at the end."""
 
     SECONDS = 10.0
 
     def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm):
         self._in_file = bar is tqdm and not sys.stderr.isatty()
-        options = {"file": sys.stderr, "dynamic_ncols": True, "mininterval": 0.2, "smoothing": 0}
+        delay = np.inf if self._in_file else 0.0
         self._bar = bar(
-            total=total, desc=description, delay=np.inf if self._in_file else 0.0, **options
+            total=total,
+            desc=description,
+            delay=delay,
+            file=sys.stderr,
+            dynamic_ncols=True,
+            mininterval=0.2,
+            smoothing=0,
         )
-        self._started, self._shown, self._last = False, -np.inf, None
+        self._started = False
+        self._written_at = -np.inf
+        self._written = None
 
     def advance(self, step: int, text: str) -> None:
         if text:
             self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(step - self._bar.n)
         if step and not self._started:  # the rate leaves compilation out
-            self._started, self._bar.initial, self._bar.start_t = True, step, time.time()
+            self._started = True
+            self._bar.initial = step
+            self._bar.start_t = time.time()
         if not self._in_file:
             self._bar.refresh()
-        elif time.monotonic() - self._shown >= self.SECONDS:
+        elif time.monotonic() - self._written_at >= self.SECONDS:
             self._write()
 
     def _write(self) -> None:
-        if (state := (self._bar.n, self._bar.postfix)) != self._last:
-            self._shown, self._last = time.monotonic(), state
-            sys.stderr.write(f"{self._bar}\n")
-            sys.stderr.flush()
+        """Write the bar as a line, unless the last line had the same step and text."""
+        state = (self._bar.n, self._bar.postfix)
+        if state == self._written:
+            return
+        self._written_at = time.monotonic()
+        self._written = state
+        sys.stderr.write(f"{self._bar}\n")
+        sys.stderr.flush()
 
     def close(self) -> None:
         """Close the bar; its last state stays on the screen."""
@@ -76,13 +90,16 @@ class LateMeter(Meter):
     SECONDS = 4.0
 
     def __init__(self, total: int, description: str):
-        self._options, self._text = (total, description), ""
-        self._meter, self._begun = None, time.monotonic()
+        self._total = total
+        self._description = description
+        self._text = ""
+        self._meter = None
+        self._began = time.monotonic()
 
     def advance(self, step: int, text: str) -> None:
         self._text = text or self._text
-        if self._meter is None and time.monotonic() - self._begun >= self.SECONDS:
-            self._meter = _auto_meter(*self._options)
+        if self._meter is None and time.monotonic() - self._began >= self.SECONDS:
+            self._meter = _auto_meter(self._total, self._description)
         if self._meter is not None:
             self._meter.advance(step, self._text)
 
@@ -96,7 +113,8 @@ def _auto_meter(total: int, description: str) -> Meter:
     from tqdm.auto import tqdm as auto_bar
     from tqdm.notebook import tqdm as notebook_bar
 
-    return BarMeter(total, description, auto_bar if issubclass(auto_bar, notebook_bar) else tqdm)
+    bar = auto_bar if issubclass(auto_bar, notebook_bar) else tqdm
+    return BarMeter(total, description, bar)
 
 
 _NAMED: dict[str, MeterFactory] = {"terminal": BarMeter, "auto": _auto_meter, "late": LateMeter}
@@ -133,13 +151,11 @@ class Progress(Callback):
     """
 
     def __init__(self, how: str | MeterFactory | None = "auto", shown: Sequence[str] | None = None):
-        self.how, self.shown, self._meter, self._text, self._recorded = (
-            how,
-            shown,
-            Meter(),
-            "",
-            False,
-        )
+        self.how = how
+        self.shown = shown
+        self._meter = Meter()
+        self._text = ""
+        self._recorded = False
 
     @property
     def needs_records(self) -> bool:
@@ -147,24 +163,24 @@ class Progress(Callback):
         return False
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        self._meter, self._text, self._recorded = (
-            open_meter(self.how, num_steps, "training"),
-            "",
-            False,
-        )
+        self._meter = open_meter(self.how, num_steps, "training")
+        self._text = ""
+        self._recorded = False
         self._meter.advance(step, "compiling")
 
     def advance(self, step: int, loss: np.ndarray) -> None:
         if not self._recorded and loss.size:
             self._text = described({"loss": loss.mean(axis=1)}, self.shown)
-        # Without losses, the program of the steps has not been compiled.
-        texts = [self._text, "" if loss.size else "compiling"]
-        self._meter.advance(step, ", ".join(filter(None, texts)))
+        texts = [self._text] if self._text else []
+        if not loss.size:  # the program of the steps has not been compiled
+            texts.append("compiling")
+        self._meter.advance(step, ", ".join(texts))
 
     def record(self, step: int, records: dict[str, Any]) -> None:
         for name in self.shown or ():
             checks.check_choice("shown", name, numbers_of(records))
-        self._text, self._recorded = described(records, self.shown), True
+        self._text = described(records, self.shown)
+        self._recorded = True
 
     def close(self) -> None:
         self._meter.close()
@@ -172,11 +188,15 @@ class Progress(Callback):
 
 def described(records: dict[str, Any], shown: Sequence[str] | None) -> str:
     """Return mean and standard deviation over members of the loss and other numbers, in a line."""
-    known = numbers_of(records)
-    others = [name for name in known if name != "loss"]
-    names = [
-        "loss",
-        *(others[:MAX_DESCRIBED] if shown is None else [name for name in shown if name in others]),
-    ]
-    finite = [(name, known[name][np.isfinite(known[name])].astype(np.float64)) for name in names]
-    return ", ".join(f"{name} {x.mean():.4g} \u00b1 {x.std():.2g}" for name, x in finite if x.size)
+    numbers = numbers_of(records)
+    names = [name for name in numbers if name != "loss"]
+    described_names = names[:MAX_DESCRIBED]
+    if shown is not None:
+        described_names = [name for name in shown if name in names]
+
+    texts = []
+    for name in ["loss", *described_names]:
+        finite = numbers[name][np.isfinite(numbers[name])].astype(np.float64)
+        if finite.size:
+            texts.append(f"{name} {finite.mean():.4g} \u00b1 {finite.std():.2g}")
+    return ", ".join(texts)

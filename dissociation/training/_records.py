@@ -1,4 +1,4 @@
-"""Records of a run, which `Save` selects and a `History` holds, and callbacks, which the host calls with them.
+"""Records of a run, which `Save` selects and a `History` holds, and callbacks of the host.
 
 `records["loss"]` is each member's mean loss since the last record ([members], NaN at the start),
 `records["metrics"]` the means of metrics, `records["observed"]` the observation, members first. A
@@ -56,15 +56,18 @@ class History(NamedTuple):
             `loss` [members, steps], `metrics_...` [members, steps, ...], `observed_...` [members,
             observed_at, ...], with the steps as coordinates.
         """
-        over = "members" if over is None else over
+        if over is None:
+            over = "members"
         steps = self.first_step + np.arange(self.loss.shape[1])
-        done = dataset_of({"loss": self.loss, "metrics": self.metrics}, over, then={"steps": steps})
+        losses = {"loss": self.loss, "metrics": self.metrics}
+        dataset = dataset_of(losses, over, then={"steps": steps})
         if self.observed is None:
-            return done
-        seen = dataset_of({"observed": self.observed}, over, then={"observed_at": self.observed_at})
-        return done.merge(seen)
+            return dataset
+        times = {"observed_at": self.observed_at}
+        return dataset.merge(dataset_of({"observed": self.observed}, over, then=times))
 
-    to_dataframe, save = Labelled.to_dataframe, Labelled.save
+    to_dataframe = Labelled.to_dataframe
+    save = Labelled.save
     __repr__ = printed
 
 
@@ -74,14 +77,15 @@ class Record:
     Attributes:
         first: Number of updates of the initial state.
         num_members: Number of members.
-        infos: Losses and metrics [members, steps, ...], a part per chunk.
+        infos: Losses and metrics [members, steps, ...] of every chunk.
         observed_at: Steps of the observations.
         observations: Observations, [members, ...] each.
         diverged_at: First step whose loss was not finite, or -1: [members].
     """
 
     def __init__(self, first: int, num_members: int, info: Info):
-        self.first, self.num_members = first, num_members
+        self.first = first
+        self.num_members = num_members
         self.infos = [self.empty(info, 0)]
         self.observed_at: list[int] = []
         self.observations: list[Any] = []
@@ -96,14 +100,16 @@ class Record:
     def add(self, infos: Info, step: int, frozen: np.ndarray) -> None:
         """Add the last steps up to `step`, and warn of losses that are not finite."""
         self.infos.append(infos)
-        bad = ~np.isfinite(infos.loss)
-        for member in np.flatnonzero(bad.any(axis=1) & (self.diverged_at < 0) & ~frozen):
-            column = int(bad[member].argmax())
-            self.diverged_at[member] = step - bad.shape[1] + column
-            became = (
-                f"the loss became {infos.loss[member, column]} at step {self.diverged_at[member]}"
+        is_nonfinite = ~np.isfinite(infos.loss)
+        is_newly_diverged = is_nonfinite.any(axis=1) & (self.diverged_at < 0) & ~frozen
+        for member in np.flatnonzero(is_newly_diverged):
+            column = int(is_nonfinite[member].argmax())
+            self.diverged_at[member] = step - is_nonfinite.shape[1] + column
+            loss = infos.loss[member, column]
+            checks.warn(
+                f"member {member}: the loss became {loss} at step {self.diverged_at[member]}; "
+                "the other members go on."
             )
-            checks.warn(f"member {member}: {became}; the other members go on.")
 
     def observe(self, step: int, observed: Any) -> None:
         """Add an observation, or None."""
@@ -113,41 +119,39 @@ class Record:
     def restore(
         self, infos: Info, observations: Sequence[tuple[int, Any]], diverged_at: np.ndarray
     ) -> None:
-        """Replace everything by what a checkpoint holds."""
+        """Replace everything by the records of a checkpoint."""
         self.infos = [infos]
         self.observed_at = [step for step, _ in observations]
         self.observations = [observed for _, observed in observations]
         self.diverged_at = diverged_at
 
-    def _done(self) -> Info:
-        """Return losses and metrics of all steps."""
+    def _joined_infos(self) -> Info:
+        """Return losses and metrics of all steps, and replace those of the chunks by them."""
         self.infos = [concatenate(self.infos, axis=1)]
         return self.infos[0]
 
     def at(self, index: int) -> dict[str, Any]:
         """Return a record for callbacks: means since the last one, and the observation."""
         index = index % len(self.observed_at)
-        end, begin = self.observed_at[index], self.observed_at[index - 1] if index else self.first
+        end = self.observed_at[index]
+        begin = self.observed_at[index - 1] if index else self.first
 
         def mean(leaf: np.ndarray) -> np.ndarray:
-            part = leaf[:, begin - self.first : end - self.first]
-            kind = np.result_type(leaf.dtype, np.float16)
-            return (
-                part.mean(axis=1)
-                if end > begin
-                else np.full((len(leaf), *leaf.shape[2:]), np.nan, kind)
-            )
+            if end > begin:
+                return leaf[:, begin - self.first : end - self.first].mean(axis=1)
+            dtype = np.result_type(leaf.dtype, np.float16)
+            return np.full((len(leaf), *leaf.shape[2:]), np.nan, dtype)
 
-        return {**jax.tree.map(mean, self._done())._asdict(), "observed": self.observations[index]}
+        means = jax.tree.map(mean, self._joined_infos())
+        return {**means._asdict(), "observed": self.observations[index]}
 
     def history(self) -> History:
         """Return everything as the result of `fit` holds it."""
-        done = self._done()
-        known = [observed for observed in self.observations if observed is not None]
-        observed = stack(known, axis=1) if known else None
-        return History(
-            done.loss, np.asarray(self.observed_at, np.int64), observed, done.metrics, self.first
-        )
+        infos = self._joined_infos()
+        observations = [observed for observed in self.observations if observed is not None]
+        observed = stack(observations, axis=1) if observations else None
+        observed_at = np.asarray(self.observed_at, np.int64)
+        return History(infos.loss, observed_at, observed, infos.metrics, self.first)
 
 
 class Save(NamedTuple):
@@ -195,7 +199,10 @@ class Callback:
         return type(self).record is not Callback.record
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Start a call of `fit` from `step` to `num_steps`; `past` holds a resumed run's records by step."""
+        """Start a call of `fit` from `step` to `num_steps`.
+
+        `past` holds a resumed run's records by step.
+        """
 
     def advance(self, step: int, loss: np.ndarray) -> None:
         """Receive the losses [members, steps] since the last call, first before any step."""
@@ -212,8 +219,11 @@ class OfFunction(Callback):
 
     def __init__(self, index: int, function: Any):
         if not callable(function) or isinstance(function, type):
-            wanted = "be a function of step and records, or a Callback"
-            checks.fail_kind(f"callbacks[{index}]", wanted, repr(function))
+            checks.fail_kind(
+                f"callbacks[{index}]",
+                "be a function of step and records, or a Callback",
+                repr(function),
+            )
         self.function = function
 
     def record(self, step: int, records: dict[str, Any]) -> Any:
@@ -223,20 +233,20 @@ class OfFunction(Callback):
 def record_steps(
     save: Save, callbacks: Sequence[Callback], first: int, last: int, epoch_steps: int
 ) -> np.ndarray:
-    """Return the steps of the records, sorted, without repetition: those of `save.at`, or its default."""
+    """Return the steps of the records: `save.at` or its default, sorted, without repetition."""
     if not save.seconds >= 0:
         checks.fail("save", "have `seconds` of at least 0", save.seconds)
-    if (
-        save.at is None
-        and save.observe is None
-        and not any(each.needs_records for each in callbacks)
-    ):
-        return np.zeros(0, int)
     if save.at is None:
-        every = np.arange(0, last + 1, epoch_steps) if epoch_steps > 1 else np.zeros(0, int)
-        return np.union1d(every[every >= first], [first, last])
+        if save.observe is None and not any(callback.needs_records for callback in callbacks):
+            return np.zeros(0, int)
+        epochs = np.zeros(0, int)
+        if epoch_steps > 1:
+            epochs = np.arange(0, last + 1, epoch_steps)
+        return np.union1d(epochs[epochs >= first], [first, last])
+
     steps = np.atleast_1d(np.asarray(save.at))
-    steps = steps if steps.size else steps.astype(int)
+    if not steps.size:
+        steps = steps.astype(int)
     if steps.ndim != 1 or not np.issubdtype(steps.dtype, np.integer):
         checks.fail_kind("at", "be a sequence of integers", repr(save.at))
     if steps.size and (steps.min() < first or steps.max() > last):
@@ -249,7 +259,7 @@ def record_steps(
 
 
 class CsvLog(Callback):
-    """Table on disk with a row per record and member: step, member, loss, and every recorded number.
+    """Table on disk with a row per record and member: step, member, loss, every recorded number.
 
     A resumed run continues the table at the checkpoint: later rows are dropped.
 
@@ -260,7 +270,9 @@ class CsvLog(Callback):
 
     @validated
     def __init__(self, path: str | os.PathLike[str], columns: Mapping[str, Any] | None = None):
-        self.path, self.columns, self._names = Path(path), dict(columns or {}), None
+        self.path = Path(path)
+        self.columns = dict(columns or {})
+        self._names = None
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
         """Write the rows of the records so far."""
@@ -272,23 +284,31 @@ class CsvLog(Callback):
 
     def record(self, step: int, records: dict[str, Any]) -> None:
         numbers = numbers_of(records)
+        num_members = len(numbers["loss"])
         rows = []
         if self._names is None:
-            for name, values in self.columns.items():
-                if np.shape(values) != numbers["loss"].shape:
-                    wanted = f"hold one value for each of the {len(numbers['loss'])} members"
-                    checks.fail("columns", wanted, f"shape {np.shape(values)} for {name!r}")
+            for name, column in self.columns.items():
+                if np.shape(column) != numbers["loss"].shape:
+                    checks.fail(
+                        "columns",
+                        f"hold one value for each of the {num_members} members",
+                        f"shape {np.shape(column)} for {name!r}",
+                    )
             self._names = list(numbers)
             rows.append(["step", "member", *self.columns, *self._names])
-        for member in range(len(numbers["loss"])):
-            labels = [np.asarray(values)[member] for values in self.columns.values()]
-            rows.append([step, member, *labels, *(numbers[name][member] for name in self._names)])
+
+        for member in range(num_members):
+            labels = [np.asarray(column)[member] for column in self.columns.values()]
+            recorded = [numbers[name][member] for name in self._names]
+            rows.append([step, member, *labels, *recorded])
         with naming(self.path), self.path.open("a", encoding="utf-8", newline="") as file:
             csv.writer(file).writerows(rows)
 
 
 class EarlyStop(Callback):
-    """Callback that freezes members whose recorded number stopped falling; the run ends when none is left.
+    """Callback that freezes members whose recorded number stopped falling.
+
+    The run ends when all members are frozen.
 
     Args:
         name: Name of the number: "loss", or a metric or observation.
@@ -307,17 +327,22 @@ class EarlyStop(Callback):
     ):
         checks.check_count("patience", patience)
         checks.check_non_negative("least_change", least_change)
-        self.name, self.patience, self.least_change, self.rising = (
-            name,
-            patience,
-            least_change,
-            rising,
-        )
-        self._best, self._waited, self._first = np.inf, 0, -1
+        self.name = name
+        self.patience = patience
+        self.least_change = least_change
+        self.rising = rising
+        self._restart(-1)
+
+    def _restart(self, first: int) -> None:
+        """Reset to a run without records; `first` is the step of the first one."""
+        self._best = np.inf
+        self._waited = 0
+        self._first = first
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
         """Resume from the records so far."""
-        self._best, self._waited, self._first = np.inf, 0, past[0][0] if past else step
+        first = past[0][0] if past else step
+        self._restart(first)
         for recorded, records in past:
             self.record(recorded, records)
 
@@ -325,12 +350,14 @@ class EarlyStop(Callback):
         """Return True for members without a new minimum for too long, [members]."""
         numbers = numbers_of(records)
         checks.check_choice("name", self.name, numbers)
-        values = -numbers[self.name] if self.rising else numbers[self.name]
-        if step == self._first and np.isnan(values).all():  # there is no loss before the first step
-            return np.zeros(len(values), bool)
-        better = values < self._best - self.least_change
-        self._best = np.where(better, values, self._best)
-        self._waited = np.where(better, 0, self._waited + 1)
+        recorded = numbers[self.name]
+        if self.rising:
+            recorded = -recorded
+        if step == self._first and np.isnan(recorded).all():  # no loss before the first step
+            return np.zeros(len(recorded), bool)
+        is_better = recorded < self._best - self.least_change
+        self._best = np.where(is_better, recorded, self._best)
+        self._waited = np.where(is_better, 0, self._waited + 1)
         return self._waited > self.patience
 
 
@@ -345,15 +372,24 @@ class FreezeDiverged(Callback):
     def record(self, step: int, records: dict[str, Any]) -> np.ndarray | None:
         """Return True for members whose loss is not finite, [members]."""
         loss = records["loss"]
-        return None if step == self._first and np.isnan(loss).all() else ~np.isfinite(loss)
+        if step == self._first and np.isnan(loss).all():
+            return None
+        return ~np.isfinite(loss)
 
 
 def numbers_of(records: dict[str, Any]) -> dict[str, Any]:
-    """Return recorded numbers [members], named without "observed." and "metrics." if that is unambiguous."""
+    """Return recorded numbers [members] by name.
+
+    Names are without "observed." and "metrics." if they are unambiguous then.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(records)
-    named = [
-        (jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves
-    ]
-    short = [name.removeprefix("observed.").removeprefix("metrics.") for name, _ in named]
-    both = zip(short, named, strict=True)
-    return {s if short.count(s) == 1 else name: leaf for s, (name, leaf) in both if leaf.ndim == 1}
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    short_names = [name.removeprefix("observed.").removeprefix("metrics.") for name in names]
+    numbers = {}
+    for (_, leaf), name, short_name in zip(leaves, names, short_names, strict=True):
+        if leaf.ndim != 1:
+            continue
+        if short_names.count(short_name) == 1:
+            name = short_name
+        numbers[name] = leaf
+    return numbers

@@ -43,7 +43,7 @@ CHUNK_SECONDS = 1.0
 FORMAT = 3
 """Format of a run's header."""
 FIRST_WRITE = 5.0
-"""Longest time until the first checkpoint, written after a chunk, so that compilation is not lost."""
+"""Longest time until the first checkpoint, after a chunk, so that compilation is not lost."""
 
 
 class Program(NamedTuple):
@@ -66,15 +66,18 @@ class Program(NamedTuple):
 
     @property
     def programs(self) -> list[Traced]:
-        """Return what runs."""
-        return [self.step] if self.observe is None else [self.step, self.observe]
+        """Return the traced step, and the traced observation if there is one."""
+        if self.observe is None:
+            return [self.step]
+        return [self.step, self.observe]
 
 
 class Batches:
-    """Source of batches: the sampler's arrays and the plan of the current block, placed on a partition's devices."""
+    """Source of batches: the sampler's arrays and the plan of the current block, on devices."""
 
     def __init__(self, sampler: Sampler, order: Array, step: int):
-        self.sampler, self.order = sampler, order
+        self.sampler = sampler
+        self.order = order
         self.arrays = eqx.filter(sampler, eqx.is_array)
         self.host_blocks: Iterator[Any] = iter(())
         self.host_end = -1
@@ -82,7 +85,7 @@ class Batches:
         self.plan = self.draw(step, self.segment.block)
 
     def place(self, partition: Partition) -> None:
-        """Split arrays of single members into shards, or place those of all members on every device."""
+        """Split arrays of single members into shards; place arrays of all members everywhere."""
         self.partition = partition
         self.arrays = partition.placed(self.arrays, self.sampler.stacked)
         self.plan = partition.placed(self.plan, not self.sampler.shared)
@@ -90,46 +93,45 @@ class Batches:
     def draw(self, step: int, block: int | None) -> Any:
         """Return the plan of a block, or stacked batches of the host from a step on."""
         if not isinstance(self.sampler, HostBatches):
-            return drawn(
-                self.sampler, self.order, jnp.asarray(block)
-            )  # a Python number would be a constant
+            number = jnp.asarray(block)  # a Python number would be a constant
+            return drawn(self.sampler, self.order, number)
         with interrupts.waiting():
             if step != self.host_end:
                 self.host_blocks = self.sampler.blocks(step)
             self.host_end, batches = next(self.host_blocks, (-1, None))
         if batches is None:
-            wanted, advice = (
+            checks.fail(
+                "start",
                 f"give a batch for every step, {step} among them",
+                "an iterator that has ended",
                 "Repeat it with itertools.cycle",
             )
-            checks.fail("start", wanted, "an iterator that has ended", advice)
         return batches
 
     def at(self, step: int) -> Segment:
         """Return the place of a step, whose block's plan is then in `plan`."""
         segment = self.sampler.segment(step)
         if segment.block != self.segment.block or step == self.host_end:
-            self.plan = self.partition.placed(
-                self.draw(step, segment.block), not self.sampler.shared
-            )
+            plan = self.draw(step, segment.block)
+            self.plan = self.partition.placed(plan, not self.sampler.shared)
         self.segment = segment
-        return (
-            segment._replace(end=self.host_end)
-            if isinstance(self.sampler, HostBatches)
-            else segment
-        )
+        if isinstance(self.sampler, HostBatches):
+            return segment._replace(end=self.host_end)
+        return segment
 
     def sources(self, num_shards: int) -> tuple[list[Any], Any]:
-        """Return arrays and plan that each shard has of its own, and those of all shards."""
-        stacked, of_members = self.sampler.stacked, not self.sampler.shared
-        nothing = [None] * num_shards
-        per_shard = zip(
-            self.arrays if stacked else nothing, self.plan if of_members else nothing, strict=True
-        )
-        return list(per_shard), (
-            None if stacked else self.arrays,
-            None if of_members else self.plan,
-        )
+        """Return arrays and plan of every shard's members, and those of all members."""
+        shard_arrays, common_arrays = _by_shard(self.arrays, self.sampler.stacked, num_shards)
+        shard_plans, common_plan = _by_shard(self.plan, not self.sampler.shared, num_shards)
+        shard_sources = list(zip(shard_arrays, shard_plans, strict=True))
+        return shard_sources, (common_arrays, common_plan)
+
+
+def _by_shard(placed: Any, is_split: bool, num_shards: int) -> tuple[list[Any], Any]:
+    """Return a tree for every shard, or Nones, and a tree for all shards, or None."""
+    if is_split:
+        return placed, None
+    return [None] * num_shards, placed
 
 
 class Members:
@@ -143,7 +145,8 @@ class Members:
         loss_keys: Array,
         observe_keys: Array,
     ):
-        self.partition, self.threads = partition, threads
+        self.partition = partition
+        self.threads = threads
         shards = partition.split((state, loss_keys, observe_keys))
         self.states, self.loss_keys, self.observe_keys = map(list, zip(*shards, strict=True))
 
@@ -162,7 +165,7 @@ class Members:
 
 
 class Clock:
-    """Wall time of a run and of its last checkpoint, and the length of chunks that follows from it."""
+    """Wall time of a run and of its last checkpoint, and the length of chunks."""
 
     def __init__(self, began: float):
         self.began = began
@@ -172,10 +175,9 @@ class Clock:
 
     def measure(self, count: int, seconds: float) -> None:
         """Adapt the length of chunks to a chunk of `count` steps."""
-        if count == self.chunk:  # a shorter chunk does not measure a whole one
-            self.chunk = int(
-                np.clip(self.chunk * CHUNK_SECONDS / max(seconds, 1e-6), 1, 4 * self.chunk)
-            )
+        if count == self.chunk:  # a shorter chunk does not measure a full one
+            scaled = self.chunk * CHUNK_SECONDS / max(seconds, 1e-6)
+            self.chunk = int(np.clip(scaled, 1, 4 * self.chunk))
 
     def due(self, seconds: float) -> bool:
         """Return True if the checkpoint should be written."""
@@ -203,25 +205,37 @@ class RunFile(NamedTuple):
         """Return the header, or None without a file; raise unless it is of the same run."""
         if not self.path.exists():
             return None
-        header, advice = checkpoints.read_header(self.path), "Delete it or name another file"
-        if (written := header.get("format", 0)) != FORMAT:
+        header = checkpoints.read_header(self.path)
+        advice = "Delete it or name another file"
+        written = header.get("format", 0)
+        if written != FORMAT:
             checks.fail(
                 "checkpoint",
                 f"be a file of format {FORMAT}",
                 f"{self.path} of format {written}",
                 advice,
             )
+
+        different = [
+            name for name, digest in self.identity.items() if header["run"][name] != digest
+        ]
         traced = {"program", "observe"}
-        different = [name for name, value in self.identity.items() if header["run"][name] != value]
-        different = [name for name in different if not (self.same_program and name in traced)]
-        if different and traced.issuperset(different):
-            other = f" (JAX {header['jax']} wrote it, this is {jax.__version__})"
-            cause = other if header["jax"] != jax.__version__ else ""
+        if self.same_program:
+            different = [name for name in different if name not in traced]
+        if not different:
+            return header
+
+        if traced.issuperset(different):
+            cause = ""
+            if header["jax"] != jax.__version__:
+                cause = f" (JAX {header['jax']} wrote it, this is {jax.__version__})"
             advice += f"; if it is the same program{cause}, pass same_program=True"
-        if different:
-            got = f"{self.path}, whose {checks.that_differ(different)}"
-            checks.fail("checkpoint", "be a file of the same run", got, advice)
-        return header
+        return checks.fail(
+            "checkpoint",
+            "be a file of the same run",
+            f"{self.path}, whose {checks.that_differ(different)}",
+            advice,
+        )
 
 
 class Run:
@@ -256,11 +270,16 @@ class Run:
     ):
         order, loss, observe = keys
         self.step = int(np.max(np.asarray(state.step)))
-        self.save, self.callbacks, self.file = save, callbacks, None
-        self.stopped, self.frozen = False, np.zeros(partition.total, bool)
+        self.save = save
+        self.callbacks = callbacks
+        self.file = None
+        self.stopped = False
+        self.frozen = np.zeros(partition.total, bool)
+
         self.batches = self.batches_of(sampler, order, self.step)
         self.program = _program_of(self.batches, step, save, state, loss, observe)
-        partition, threads = partition.chosen((state, self.batches.arrays), *self.program.programs)
+        arrays = (state, self.batches.arrays)
+        partition, threads = partition.chosen(arrays, *self.program.programs)
         self.batches.place(partition)
         self.members = Members(partition, threads, state, loss, observe)
         if partition.members_per_batch == "auto":
@@ -270,38 +289,44 @@ class Run:
         self.clock = Clock(began)
 
     def _inputs(self, segment: Segment, active: Any = None) -> list[Any]:
-        """Return the inputs of `run_chunk` for every shard, without the last one: the place of the steps."""
+        """Return the inputs of `run_chunk` for every shard, without the last input: the steps."""
         members = self.members
-        count, partition = len(members.states), members.partition
-        of_shards, common = self.batches.sources(count)
-        shared = partition.how, self.program.step_of(segment.size, partition.data_mesh)
-        shards = zip(members.loss_keys, active or [None] * count, of_shards, strict=True)
-        return [(*shared, *shard, common) for shard in shards]
+        num_shards = len(members.states)
+        if active is None:
+            active = [None] * num_shards
+        how = members.partition.how
+        step = self.program.step_of(segment.size, members.partition.data_mesh)
+        shard_sources, common_source = self.batches.sources(num_shards)
+        shards = zip(members.loss_keys, active, shard_sources, strict=True)
+        return [(how, step, *shard, common_source) for shard in shards]
 
     def example(self) -> Any:
         """Return the inputs of `run_chunk` for one step of the first shard."""
         segment = self.batches.at(self.step)
-        return *self._inputs(segment)[0], to_device(np.array((self.step, segment.within, 1)))
+        inputs = self._inputs(segment)
+        return *inputs[0], to_device(np.array((self.step, segment.within, 1)))
 
     def to_the_end(self, total: int, times: np.ndarray) -> None:
         """Alternate chunks and records, until `total` steps are done or a callback ends the run."""
         record = self.record
         past = [(step, record.at(i)) for i, step in enumerate(record.observed_at)]
-        listens = any(callback.needs_records for callback in self.callbacks)
-        self.stopped = self.stopped and listens and self.step in record.observed_at
+        needs_records = any(callback.needs_records for callback in self.callbacks)
+        self.stopped = self.stopped and needs_records and self.step in record.observed_at
         losses = record.infos[0].loss[:, :0]
         try:
-            self._tell("begin", self.step, total, past)
+            self._call_hooks("begin", self.step, total, past)
             interrupts.check()
             while True:
                 if self.step in times and self.step not in record.observed_at:
                     self.observe()
-                self._tell("advance", self.step, losses)
+                self._call_hooks("advance", self.step, losses)
                 interrupts.check()
                 if self.stopped or self.step == total or self.frozen.all():
                     break
+
                 segment = self.batches.at(self.step)
-                target = min([total, segment.end, *times[times > self.step][:1].tolist()])
+                next_times = times[times > self.step]
+                target = min([total, segment.end, *next_times[:1].tolist()])
                 losses = self.advance(target, segment)
                 if self.clock.due(self.save.seconds):
                     self.write()
@@ -311,79 +336,101 @@ class Run:
                 self.write()
             raise
         finally:
-            self._tell("close")
+            self._call_hooks("close")
         self.write()
 
-    def _tell(self, what: str, *words: Any) -> None:
+    def _call_hooks(self, hook: str, *arguments: Any) -> None:
         """Call a method of every callback."""
         for callback in self.callbacks:
-            getattr(callback, what)(*words)
+            getattr(callback, hook)(*arguments)
 
     def advance(self, target: int, segment: Segment) -> np.ndarray:
         """Run and record one chunk, at most up to step `target`, and return the losses."""
-        members, partition = self.members, self.members.partition
-        began, count = time.perf_counter(), min(target - self.step, self.clock.chunk, MAX_CHUNK)
-        calls, per_call = (count, 1) if partition.member_map == "unroll" else (1, count)
-        places = [
-            to_device(np.array((self.step + i, segment.within + i, per_call))) for i in range(calls)
-        ]
-        active = partition.split(to_device(~self.frozen)) if self.frozen.any() else None
+        members = self.members
+        partition = members.partition
+        began = time.perf_counter()
+        count = min(target - self.step, self.clock.chunk, MAX_CHUNK)
+        num_calls = 1
+        if partition.member_map == "unroll":
+            num_calls = count
+        spans = []
+        for i in range(num_calls):
+            span = np.array((self.step + i, segment.within + i, count // num_calls))
+            spans.append(to_device(span))
+
+        active = None
+        if self.frozen.any():
+            active = partition.split(to_device(~self.frozen))
         inputs = self._inputs(segment, active)
-        program = compiled(run_chunk, members.threads, (*inputs[0], places[0]), members.states[0])
+        example = (*inputs[0], spans[0])
+        program = compiled(run_chunk, members.threads, example, members.states[0])
 
         def steps(state: State, inputs: Any) -> tuple[State, list[Info]]:
             columns = []
-            for where in places:
-                state, infos = program((*inputs, where), state)
+            for span in spans:
+                state, infos = program((*inputs, span), state)
                 columns.append(infos)
             return state, columns
 
-        tasks = [partial(steps, *shard) for shard in zip(members.states, inputs, strict=True)]
-        done = run_tasks(tasks, members.threads)
-        columns = [concatenate(jax.device_get(columns), axis=1) for _, columns in done]
-        infos = jax.tree.map(lambda leaf: leaf[: partition.total, :count], concatenate(columns))
+        shards = zip(members.states, inputs, strict=True)
+        tasks = [partial(steps, *shard) for shard in shards]
+        states = []
+        rows = []
+        for state, columns in run_tasks(tasks, members.threads):
+            states.append(state)
+            rows.append(concatenate(jax.device_get(columns), axis=1))
+        infos = jax.tree.map(lambda leaf: leaf[: partition.total, :count], concatenate(rows))
+
         self.clock.measure(count, time.perf_counter() - began)
-        members.states, self.step = [state for state, _ in done], self.step + count
+        members.states = states
+        self.step += count
         self.record.add(infos, self.step, self.frozen)
         return infos.loss
 
     def observe(self) -> None:
         """Record the observation at this step, and call the callbacks."""
-        members, observed = self.members, None
+        observed = None
         if self.program.observe is not None:
-            shared = members.partition.how, self.program.observe, jnp.asarray(self.step)
-            example = (*shared, members.observe_keys[0]), members.states[0]
-            program = compiled(observe_members, members.threads, *example)
-
-            def observe(keys: Array, state: State) -> Any:
-                # On the host before the next, so that a thread decomposes matrices of one member at
-                # a time.
-                return jax.device_get(program((*shared, keys), state))
-
-            shards = zip(members.observe_keys, members.states, strict=True)
-            rows = concatenate(
-                run_tasks([partial(observe, *shard) for shard in shards], members.threads)
-            )
-            observed = jax.tree.map(lambda leaf: leaf[: members.partition.total], rows)
+            observed = self._observed(self.program.observe)
         self.record.observe(self.step, observed)
-        self._ask_callbacks(self.record.at(-1))
+        self._call_record_hooks(self.record.at(-1))
 
-    def _ask_callbacks(self, records: dict[str, Any]) -> None:
-        """Call the callbacks; stop the run or freeze members as they return."""
+    def _observed(self, observation: Traced) -> Any:
+        """Return the observations of all members at this step, on the host."""
+        members = self.members
+        total = members.partition.total
+        shared = (members.partition.how, observation, jnp.asarray(self.step))
+        example = (*shared, members.observe_keys[0])
+        program = compiled(observe_members, members.threads, example, members.states[0])
+
+        def observe(keys: Array, state: State) -> Any:
+            # On the host before the next, so that a thread decomposes matrices of one member at
+            # a time.
+            return jax.device_get(program((*shared, keys), state))
+
+        shards = zip(members.observe_keys, members.states, strict=True)
+        tasks = [partial(observe, *shard) for shard in shards]
+        rows = concatenate(run_tasks(tasks, members.threads))
+        return jax.tree.map(lambda leaf: leaf[:total], rows)
+
+    def _call_record_hooks(self, records: dict[str, Any]) -> None:
+        """Call `record` of every callback; stop the run or freeze members as the hooks return."""
         interrupted = False
         for callback in self.callbacks:
+            answer = None
             try:
                 answer = callback.record(self.step, records)
             except KeyboardInterrupt:  # the other callbacks still get the record
-                interrupted, answer = True, None
+                interrupted = True
             if answer is None:
                 continue
+
             frozen = np.asarray(answer)
             if frozen.dtype != bool or (frozen.shape != self.frozen.shape and frozen.size != 1):
-                wanted = (
+                requirement = (
                     f"return None, True, or a boolean for each of the {self.frozen.size} members"
                 )
-                checks.fail("callbacks", wanted, describe(answer))
+                checks.fail("callbacks", requirement, describe(answer))
             self.stopped = self.stopped or bool(frozen.size == 1 and frozen.all())
             if frozen.ndim:
                 self.frozen = self.frozen | frozen
@@ -394,7 +441,8 @@ class Run:
         """Write the checkpoint, if there is one."""
         if self.file is None:
             return
-        record, members = self.record, self.members
+        record = self.record
+        members = self.members
         header = {
             "format": FORMAT,
             "layout": members.partition.stored(),
@@ -407,52 +455,61 @@ class Run:
             "frozen": self.frozen.tolist(),
             "diverged_at": record.diverged_at.tolist(),
         }
-        checkpoints.save(
-            self.file.path,
-            (members.partition.joined(members.states), *record.history()[:4]),
-            header,
-        )
+        states = members.partition.joined(members.states)
+        checkpoints.save(self.file.path, (states, *record.history()[:4]), header)
         self.clock.saved()
 
     def resume(self, file: RunFile, total: int, times: np.ndarray) -> None:
-        """Keep the run in a checkpoint, and resume from it, if it exists, with its records at `times`."""
-        self.file, header = file, file.header()
+        """Keep the run in a file; if the file exists, resume with its records at `times`."""
+        header = file.header()
+        self.file = file
         if header is None:
             return
-        record, members = self.record, self.members
+        record = self.record
+        members = self.members
         if header["layout"] != members.partition.stored():
             logger.warning("%s was written under another layout: bits may differ.", file.path)
-        step, recorded = header["step"], header["observed_at"]
+        step = header["step"]
+        observed_at = header["observed_at"]
         if step > total:
-            wanted = (
+            requirement = (
                 f"be at least the {step - record.first} of {file.path}, where the run "
                 "stands already"
             )
-            checks.fail("num_steps", wanted, total - record.first, "Delete it or name another file")
-        missed = [int(time) for time in times if time < step and time not in recorded]
+            checks.fail(
+                "num_steps", requirement, total - record.first, "Delete it or name another file"
+            )
         observe = self.program.observe
+        missed = [int(time) for time in times if time < step and time not in observed_at]
         if observe is not None and missed:
-            wanted = f"hold no step before {step} at which the run in {file.path} was not observed"
-            checks.fail("at", wanted, missed[0])
+            requirement = (
+                f"hold no step before {step} at which the run in {file.path} was not observed"
+            )
+            checks.fail("at", requirement, missed[0])
+
         infos = record.empty(self.program.info, step - record.first)
-        observed = (
-            record.empty(observe.out, len(recorded)) if observe is not None and recorded else None
-        )
+        observed = None
+        if observe is not None and observed_at:
+            observed = record.empty(observe.out, len(observed_at))
         like = (
             members.like(),
             infos.loss,
-            np.zeros(len(recorded), np.int64),
+            np.zeros(len(observed_at), np.int64),
             observed,
             infos.metrics,
         )
         state, loss, _, observed, metrics = checkpoints.restore(file.path, like)
+
         members.states = members.partition.split(state)
-        self.step, self.stopped, self.frozen = step, header["stopped"], np.asarray(header["frozen"])
+        self.step = step
+        self.stopped = header["stopped"]
+        self.frozen = np.asarray(header["frozen"])
         self.clock.began -= header["seconds"]
-        kept = [(time, index) for index, time in enumerate(recorded) if time in times]
-        observations = [
-            (time, jax.tree.map(lambda leaf, i=i: leaf[:, i], observed)) for time, i in kept
-        ]
+        observations = []
+        for index, observed_step in enumerate(observed_at):
+            if observed_step in times:
+                observation = jax.tree.map(lambda leaf, i=index: leaf[:, i], observed)
+                observations.append((observed_step, observation))
         record.restore(Info(loss, metrics), observations, np.asarray(header["diverged_at"]))
 
 
@@ -460,36 +517,34 @@ def _program_of(
     batches: Batches, step: Step, save: Save, state: State, loss: Array, observe: Array
 ) -> Program:
     """Trace step and observation on the shapes of one member."""
-    sampler, one = batches.sampler, shapes(state, 1)
-    of_arrays, of_plan = (
-        shapes(batches.arrays, int(sampler.stacked)),
-        shapes(batches.plan, int(not sampler.shared)),
-    )
-    example = one, of_arrays, of_plan, jnp.asarray(0), shapes(loss, 1)
+    sampler = batches.sampler
+    member_state = shapes(state, 1)
+    arrays = shapes(batches.arrays, int(sampler.stacked))
+    plan = shapes(batches.plan, int(not sampler.shared))
+    example = (member_state, arrays, plan, jnp.asarray(0), shapes(loss, 1))
     step_of = cache(partial(trace_step, step, sampler, example))
-    seen = None
+    observation = None
     if save.observe is not None:
-        seen = trace_observation(save.observe, one, jnp.asarray(0), shapes(observe, 1))
-    return Program(step_of, step_of(batches.segment.size, None), seen)
+        key = shapes(observe, 1)
+        observation = trace_observation(save.observe, member_state, jnp.asarray(0), key)
+    return Program(step_of, step_of(batches.segment.size, None), observation)
 
 
 def identity_of(run: Run, state: State, sampler: Sampler, key: Any) -> dict[str, Any]:
     """Return digests of the programs, with the precision of products, and of the inputs."""
     precision = getattr(jax.config, "jax_default_matmul_precision", None)
-    inputs = {
-        "models": state.arrays,
-        "aux": state.aux,
-        "hyperparams": state.hyperparams,
-        "key": key,
-    }
-    fields = {
-        name: value for name, value in vars(sampler).items() if isinstance(value, bool | int | str)
-    }
-    observe, first = run.program.observe, run.record.first
-    return {name: checkpoints.fingerprint(part) for name, part in inputs.items()} | {
+    observe = run.program.observe
+    first = run.record.first
+    fields = vars(sampler).items()
+    settings = {name: field for name, field in fields if isinstance(field, bool | int | str)}
+    return {
+        "models": checkpoints.fingerprint(state.arrays),
+        "aux": checkpoints.fingerprint(state.aux),
+        "hyperparams": checkpoints.fingerprint(state.hyperparams),
+        "key": checkpoints.fingerprint(key),
         "program": [run.program.step.fingerprint(), precision],
         "observe": None if observe is None else [observe.fingerprint(), precision],
-        "sampler": [type(sampler).__name__, fields],
+        "sampler": [type(sampler).__name__, settings],
         "data": checkpoints.fingerprint(eqx.filter(sampler, eqx.is_array)),
         "begin": [first, checkpoints.fingerprint(state.opt_state) if first else None],
     }

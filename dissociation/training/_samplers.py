@@ -84,7 +84,7 @@ class Sampler(eqx.Module):
 
 
 class _Known(Sampler):
-    """Base of the samplers here; `ndims` holds the number of axes of every array that was given."""
+    """Base of the samplers here; `ndims` holds the number of axes of every array as passed."""
 
     shared: bool = eqx.field(static=True)
     stacked: bool = eqx.field(static=True)
@@ -104,12 +104,10 @@ class FullBatch(_Known):
 
     @validated
     def __init__(self, data: Any, *, stacked: bool = False):
-        self.data, self.stacked, self.shared, self.epoch_steps = (
-            as_data(data, stacked),
-            stacked,
-            True,
-            1,
-        )
+        self.data = as_data(data, stacked)
+        self.stacked = stacked
+        self.shared = True
+        self.epoch_steps = 1
         self.ndims = ndims_of(self.data)
 
     def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
@@ -148,13 +146,12 @@ class Epochs(_Known):
         drop_remainder: bool = False,
         stacked: bool = False,
     ):
-        self.data, self.batch_size = as_data(data, stacked), batch_size
-        self.shared, self.shuffle, self.stacked, self.ndims = (
-            shared,
-            shuffle,
-            stacked,
-            ndims_of(self.data),
-        )
+        self.data = as_data(data, stacked)
+        self.batch_size = batch_size
+        self.shared = shared
+        self.shuffle = shuffle
+        self.stacked = stacked
+        self.ndims = ndims_of(self.data)
         self.num_samples = jax.tree.leaves(self.data)[0].shape[int(stacked)]
         self.epoch_steps = steps_per_epoch(
             self.num_samples, batch_size, drop_remainder=drop_remainder
@@ -170,10 +167,11 @@ class Epochs(_Known):
     def segment(self, step: int) -> Segment:
         """Return the place of `step`; a block is one epoch, or several short ones."""
         block, within = divmod(step, self.span * self.epoch_steps)
-        full, rest = divmod(self.num_samples, self.batch_size)
-        if within < self.span * full:
-            return Segment(self.batch_size, block, within, step - within + self.span * full)
-        return Segment(rest, block, within, step + 1)
+        num_full, remainder = divmod(self.num_samples, self.batch_size)
+        num_full *= self.span
+        if within < num_full:
+            return Segment(self.batch_size, block, within, step - within + num_full)
+        return Segment(remainder, block, within, step + 1)
 
     def plan(self, key: PRNGKey, block: Any) -> Array | None:
         """Return the order of the block's samples that are in a batch."""
@@ -181,20 +179,23 @@ class Epochs(_Known):
             return None
 
         def order(epoch: Array) -> Array:
-            whole = jax.random.permutation(jax.random.fold_in(typed(key), epoch), self.num_samples)
-            return whole[: self.epoch_steps * self.batch_size]
+            epoch_key = jax.random.fold_in(typed(key), epoch)
+            permutation = jax.random.permutation(epoch_key, self.num_samples)
+            return permutation[: self.epoch_steps * self.batch_size]
 
-        return jax.vmap(order)(block * self.span + jnp.arange(self.span)).reshape(-1)
+        epochs = block * self.span + jnp.arange(self.span)
+        return jax.vmap(order)(epochs).reshape(-1)
 
     def batch(self, plan: Array | None, within: Any, size: int | None) -> PyTree:
-        wanted = self.batch_size if size is None else size
+        if size is None:
+            size = self.batch_size
         if plan is None:
             start = within % self.epoch_steps * self.batch_size
             return jax.tree.map(
-                lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, wanted), self.data
+                lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size), self.data
             )
-        chosen = jax.lax.dynamic_slice_in_dim(plan, within * self.batch_size, wanted)
-        return jax.tree.map(lambda leaf: leaf.at[chosen].get(mode="promise_in_bounds"), self.data)
+        indices = jax.lax.dynamic_slice_in_dim(plan, within * self.batch_size, size)
+        return jax.tree.map(lambda leaf: leaf.at[indices].get(mode="promise_in_bounds"), self.data)
 
 
 class Online(_Known):
@@ -221,13 +222,11 @@ class Online(_Known):
     ):
         if stacked and source is None:
             checks.fail("source", "be given if every member has its own (`stacked=True`)", None)
-        self.draw, self.source, self.shared, self.stacked, self.epoch_steps = (
-            draw,
-            source,
-            shared,
-            stacked,
-            1,
-        )
+        self.draw = draw
+        self.source = source
+        self.shared = shared
+        self.stacked = stacked
+        self.epoch_steps = 1
         self.ndims = ndims_of((draw, source))
 
     def plan(self, key: PRNGKey, block: Any) -> PyTree:
@@ -235,7 +234,9 @@ class Online(_Known):
 
     def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
         key = jax.random.fold_in(plan, within)
-        return self.draw(key) if self.source is None else self.draw(self.source, key)
+        if self.source is None:
+            return self.draw(key)
+        return self.draw(self.source, key)
 
 
 class HostBatches(_Known):
@@ -258,8 +259,12 @@ class HostBatches(_Known):
 
     @validated
     def __init__(self, start: Callable[[int], Any], *, epoch_steps: Size = 1, block: Size = 16):
-        self.start, self.epoch_steps, self.block = start, epoch_steps, block
-        self.shared, self.stacked, self.ndims = True, False, ()
+        self.start = start
+        self.epoch_steps = epoch_steps
+        self.block = block
+        self.shared = True
+        self.stacked = False
+        self.ndims = ()
 
     def segment(self, step: int) -> Segment:
         block, within = divmod(step, self.block)
@@ -278,70 +283,80 @@ class HostBatches(_Known):
         batches = self.start(step)
         if not isinstance(batches, Iterable):
             checks.fail_kind("start", "return an iterator of batches", describe(batches))
-        batches, first, left, like = (
-            iter(batches),
-            step % self.block,
-            self.block - step % self.block,
-            None,
-        )
-        ahead = _ahead(batches, left)
-        while part := ahead.result():
-            if len(part) == left:
-                ahead = _ahead(batches, self.block)
-            for batch in part:
+        iterator = iter(batches)
+        num_before = step % self.block
+        num_awaited = self.block - num_before
+        shapes = None
+        future = _ahead(iterator, num_awaited)
+        while block := future.result():
+            if len(block) == num_awaited:
+                future = _ahead(iterator, self.block)
+            for batch in block:
                 arrays = as_arrays("start", batch, "samples")  # `np.stack` accepts plain numbers
-                shapes = jax.tree.map(jax.typeof, arrays)
-                if like not in (None, shapes):
-                    wanted, advice = (
+                batch_shapes = jax.tree.map(jax.typeof, arrays)
+                if shapes not in (None, batch_shapes):
+                    checks.fail(
+                        "start",
                         "give batches of one structure and shape",
+                        f"{batch_shapes} at step {step} after {shapes}",
                         "Drop a last, smaller batch, or pad it",
                     )
-                    checks.fail("start", wanted, f"{shapes} at step {step} after {like}", advice)
-                like, step = shapes, step + 1
-            missing = left - len(part)
-            filled = part[:1] * first + part + part[-1:] * missing
-            yield step, jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves)), *filled)
-            if missing:
+                shapes = batch_shapes
+                step += 1
+
+            num_missing = num_awaited - len(block)
+            padded = block[:1] * num_before + block + block[-1:] * num_missing
+            yield step, jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves)), *padded)
+            if num_missing:
                 return
-            first, left = 0, self.block
+            num_before = 0
+            num_awaited = self.block
 
 
 def _ahead(batches: Iterator[Any], count: int) -> "Future[list[Any]]":
-    """Return the next batches, at most `count`, which a thread makes; its errors are raised with the result."""
-    found: Future[list[Any]] = Future()
+    """Return the next batches, at most `count`, which a thread makes.
+
+    The future's `result` raises errors of the thread.
+    """
+    future: Future[list[Any]] = Future()
 
     def copied(leaf: Any) -> Any:  # an iterator may overwrite it
-        return (
-            np.array(leaf)
-            if hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array)
-            else leaf
-        )
+        if hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array):
+            return np.array(leaf)
+        return leaf
 
     def fill() -> None:
         try:
-            found.set_result(
-                [jax.tree.map(copied, batch) for batch in itertools.islice(batches, count)]
-            )
+            next_batches = itertools.islice(batches, count)
+            future.set_result([jax.tree.map(copied, batch) for batch in next_batches])
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=fill, daemon=True).start()
-    return found
+    return future
 
 
 def streams(key: Array) -> Array:
-    """Split keys, one or one per member, for losses, observations, and the order of data: [3, ...]."""
-    split = partial(jax.random.split, num=3)
-    return jnp.moveaxis((jax.vmap(split) if key.ndim else split)(key), -1, 0)
+    """Split keys into keys [3, ...] for losses, observations, and the order of data.
+
+    There is one key, or one key per member.
+    """
+    split: Any = partial(jax.random.split, num=3)
+    if key.ndim:
+        split = jax.vmap(split)
+    return jnp.moveaxis(split(key), -1, 0)
 
 
 def steps_per_epoch(num_samples: int, batch_size: int, *, drop_remainder: bool = False) -> int:
-    """Return the number of batches in a pass over the data, with the smaller last batch if it is kept."""
+    """Return the number of batches in a pass over the data.
+
+    A smaller last batch counts unless it is dropped.
+    """
     checks.check_count("batch_size", batch_size, minimum=1)
     if batch_size > num_samples:
         checks.fail("batch_size", f"be at most the number of samples ({num_samples})", batch_size)
-    full, rest = divmod(num_samples, batch_size)
-    return full + (rest > 0 and not drop_remainder)
+    num_full, remainder = divmod(num_samples, batch_size)
+    return num_full + (remainder > 0 and not drop_remainder)
 
 
 def ndims_of(tree: Any) -> tuple[int, ...]:
@@ -360,42 +375,47 @@ def as_data(data: Any, stacked: bool) -> Any:
 def as_arrays(name: str, tree: Any, first: str, *, finite: bool = False) -> Any:
     """Return the tree with an array for every leaf; raise with the place of any other leaf."""
 
-    def one(path: Any, leaf: Any) -> Any:
+    def converted(path: Any, leaf: Any) -> Any:
+        leaf_name = f"{name}{jax.tree_util.keystr(path)}"
         if isinstance(leaf, (bool, int, float, complex, str, bytes)):
-            came = f"{describe(leaf)} at {name}{jax.tree_util.keystr(path)}"
             checks.fail_kind(
-                name, f"hold arrays, {first} first", came, "numpy.asarray converts a list"
+                name,
+                f"hold arrays, {first} first",
+                f"{describe(leaf)} at {leaf_name}",
+                "numpy.asarray converts a list",
             )
-        place = f"{name}{jax.tree_util.keystr(path)}"
         if isinstance(leaf, jax.Array) and number_kind(leaf.dtype) == "key":
             return leaf
-        array = as_array(place, leaf, may_be_empty=True)
-        check_fits(place, array)
-        if number_kind(array.dtype) == "float":
-            warn_narrowed(place, array, gates=2)
-        if finite and number_kind(array.dtype) in ("float", "complex"):
-            checks.check_finite(place, array)
+        array = as_array(leaf_name, leaf, may_be_empty=True)
+        check_fits(leaf_name, array)
+        kind = number_kind(array.dtype)
+        if kind == "float":
+            warn_narrowed(leaf_name, array, gates=2)
+        if finite and kind in ("float", "complex"):
+            checks.check_finite(leaf_name, array)
         return array
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(converted, tree)
 
 
 def leading_size(name: str, tree: Any, axis: int = 0) -> int:
     """Return the length of an axis in all arrays; raise with the array that differs."""
-    meaning = "second" if axis else "leading"
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    sizes = {
-        jax.tree_util.keystr(path): np.shape(x)[axis : axis + 1]
-        for path, x in leaves
-        if eqx.is_array(x)
-    }
+    position = "second" if axis else "leading"
+    sizes = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if eqx.is_array(leaf):
+            sizes[jax.tree_util.keystr(path)] = np.shape(leaf)[axis : axis + 1]
     if not sizes:
         checks.fail(name, "hold at least one array", "none")
-    first_path, first = next(iter(sizes.items()))
+
+    first_path, first_size = next(iter(sizes.items()))
     for path, size in sizes.items():
-        if size != first or not size:
-            wanted = f"agree in the {meaning} axis of all arrays ({first_path}: {first})"
-            checks.fail(name, wanted, f"{path} with {size or 'no axis'}")
-    if not first[0]:
-        checks.fail(name, "not be empty", f"a {meaning} axis of length 0 ({first_path})")
-    return int(first[0])
+        if size != first_size or not size:
+            checks.fail(
+                name,
+                f"agree in the {position} axis of all arrays ({first_path}: {first_size})",
+                f"{path} with {size or 'no axis'}",
+            )
+    if not first_size[0]:
+        checks.fail(name, "not be empty", f"a {position} axis of length 0 ({first_path})")
+    return int(first_size[0])

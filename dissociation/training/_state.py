@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from dissociation._core.validation import validated
 
 
 class Static:
-    """Parts of a model that are not arrays; equal if each pair is identical or compares equal."""
+    """Leaves of a model that are not arrays; equal if all pairs are identical or compare equal."""
 
     def __init__(self, tree: Any):
         self.leaves, self.treedef = jax.tree.flatten(tree)
@@ -37,7 +37,7 @@ class Static:
 
 
 class State(eqx.Module):
-    """State of a network's training: a PyTree of arrays, for `jax.jit`, `vmap`, `grad` and `lax.scan`.
+    """State of a network's training, a PyTree for `jax.jit`, `vmap`, `grad` and `lax.scan`.
 
     Stacked states carry members on the leading axis of every array.
 
@@ -47,7 +47,7 @@ class State(eqx.Module):
         opt_state: State of the optimiser.
         hyperparams: Constant arguments of an optimiser function; None for a transformation.
         step: Number of updates.
-        static: Rest of the model, see `model`.
+        static: Leaves of the model that are not arrays, see `model`.
     """
 
     arrays: PyTree
@@ -103,11 +103,8 @@ class Step(eqx.Module):
             TypeError: If the optimiser is a function and `hyperparams` is None, or the reverse, or
                 the model holds complex numbers.
         """
-        return self.start(checked_models(model), *jax.tree.map(jnp.asarray, (aux, hyperparams)))
-
-    def start(self, model: Any, aux: Any, hyperparams: Any) -> State:
-        """Return the state before training, see `init`, of a checked model and of arrays."""
-        arrays, static = eqx.partition(model, eqx.is_array)
+        arrays, static = eqx.partition(checked_models(model), eqx.is_array)
+        aux, hyperparams = jax.tree.map(jnp.asarray, (aux, hyperparams))
         if not jax.tree.leaves(arrays):
             checks.fail("model", "hold at least one array", "none")
         opt_state = first_opt_state(self.optimizer, arrays, hyperparams)
@@ -115,77 +112,93 @@ class Step(eqx.Module):
 
     def __call__(self, state: State, batch: PyTree, key: PRNGKey) -> tuple[State, Info]:
         """Return the state after one update, and the `Info`; `key` goes to the loss."""
+        carried = [] if state.aux is None else ["aux"]
         advice = (
             "With an `aux` it is loss(model, aux, batch, key), without one loss(model, batch, key)"
         )
-        carried = [] if state.aux is None else ["aux"]
         checks.check_call("loss", self.loss, ("model", *carried, "batch", "key"), advice)
-        arrays, rest = eqx.partition(state.model, eqx.is_inexact_array)
-        objective = partial(self._evaluate, rest)
-        slopes = jax.value_and_grad(objective, has_aux=True)
-        evaluate = slopes if self.micro_batches == 1 else partial(self._accumulate, slopes)
-        (value, (aux, metrics)), slope = evaluate(arrays, state.aux, batch, key)
 
-        def value_of(arrays: Any) -> Array:  # for line searches
+        arrays, untrained = eqx.partition(state.model, eqx.is_inexact_array)
+        objective = partial(self._evaluate, untrained)
+        evaluate = jax.value_and_grad(objective, has_aux=True)
+        if self.micro_batches > 1:
+            evaluate = partial(self._accumulate, evaluate)
+        (loss, (aux, metrics)), gradient = evaluate(arrays, state.aux, batch, key)
+
+        def loss_of(arrays: Any) -> Array:  # for line searches
             if self.micro_batches == 1:
                 return objective(arrays, state.aux, batch, key)[0]
             return evaluate(arrays, state.aux, batch, key)[0][0]
 
-        more = {"value": value, "grad": slope, "value_fn": value_of}
         update = transformation(self.optimizer, state.hyperparams).update
-        updates, opt_state = update(slope, state.opt_state, arrays, **more)
-        model = eqx.combine(optax.apply_updates(arrays, updates), rest)
-        new = state.replace(model=model, aux=aux, opt_state=opt_state, step=state.step + 1)
+        updates, opt_state = update(
+            gradient, state.opt_state, arrays, value=loss, grad=gradient, value_fn=loss_of
+        )
+        model = eqx.combine(optax.apply_updates(arrays, updates), untrained)
+        new_state = state.replace(model=model, aux=aux, opt_state=opt_state, step=state.step + 1)
         if self.after_update is not None:
-            new = _same_structure(self.after_update(new), new, "after_update", "the state")
-        return new, Info(value, metrics)
+            final = self.after_update(new_state)
+            new_state = _same_structure(final, new_state, "after_update", "the state")
+        return new_state, Info(loss, metrics)
 
-    def _evaluate(self, rest: Any, arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
-        """Return (scalar, (aux, metrics)) of a loss in any of its forms; `rest` of the model is not trained."""
-        model = eqx.combine(arrays, rest)
+    def _evaluate(self, untrained: Any, arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
+        """Return (scalar, (aux, metrics)) of a loss in any of its forms."""
+        model = eqx.combine(arrays, untrained)
+        metrics = None
         if aux is None:
-            out = self.loss(model, batch, key)
-            value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+            loss = self.loss(model, batch, key)
+            if isinstance(loss, tuple) and len(loss) == 2:
+                loss, metrics = loss
         else:
             # A copy, because an `eqx.nn.State` can be used only once and the caller still needs it.
             out = self.loss(model, jax.tree.map(lambda leaf: leaf, aux), batch, key)
             if not isinstance(out, tuple) or len(out) not in (2, 3):
-                wanted = (
+                requirement = (
                     "return a scalar and the new `aux`, or these and metrics, if a state "
                     "has an `aux`"
                 )
-                checks.fail("loss", wanted, type(out).__name__)
-            value, new, metrics = out if len(out) == 3 else (*out, None)
-            aux = _same_structure(new, aux, "loss", "aux")
-        if getattr(value, "shape", None) != ():
-            got = f"shape {np.shape(value)}" if hasattr(value, "shape") else value
-            checks.fail(
-                "loss",
-                "return a scalar for one member and one batch, or a tuple that begins with it",
-                got,
+                checks.fail("loss", requirement, type(out).__name__)
+            loss, new_aux = out[:2]
+            if len(out) == 3:
+                metrics = out[2]
+            aux = _same_structure(new_aux, aux, "loss", "aux")
+
+        if getattr(loss, "shape", None) != ():
+            description = loss
+            if hasattr(loss, "shape"):
+                description = f"shape {np.shape(loss)}"
+            requirement = (
+                "return a scalar for one member and one batch, or a tuple that begins with it"
             )
-        return value, (aux, jax.tree.map(jnp.asarray, metrics))
+            checks.fail("loss", requirement, description)
+        return loss, (aux, jax.tree.map(jnp.asarray, metrics))
 
     def _accumulate(
-        self, slopes: Callable[..., Any], arrays: Any, aux: Any, batch: Any, key: Any
+        self, evaluate: Callable[..., Any], arrays: Any, aux: Any, batch: Any, key: Any
     ) -> Any:
-        """Return what `slopes` does: means over micro-batches, each with the `aux` of the previous one."""
+        """Return means of the results of `evaluate` over micro-batches.
+
+        Every micro-batch gets the `aux` of the previous one.
+        """
         count = self.micro_batches
         for leaf in jax.tree.leaves(batch):
             if not leaf.ndim or leaf.shape[0] % count:
-                advice = "Give a batch size that `micro_batches` divides, and drop the remainder"
                 checks.fail(
-                    "micro_batches", f"divide every batch (shape {leaf.shape})", count, advice
+                    "micro_batches",
+                    f"divide every batch (shape {leaf.shape})",
+                    count,
+                    "Give a batch size that `micro_batches` divides, and drop the remainder",
                 )
-        parts = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), batch)
+        micro_batches = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), batch)
 
-        def one(aux: Any, part: Any) -> Any:
-            (value, (aux, metrics)), slope = slopes(arrays, aux, *part)
-            return aux, (value, metrics, slope)
+        def evaluate_next(aux: Any, batch_and_key: Any) -> Any:
+            (loss, (aux, metrics)), gradient = evaluate(arrays, aux, *batch_and_key)
+            return aux, (loss, metrics, gradient)
 
-        aux, outputs = jax.lax.scan(one, aux, (parts, jax.random.split(key, count)))
-        value, metrics, slope = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), outputs)
-        return (value, (aux, metrics)), slope
+        keys = jax.random.split(key, count)
+        aux, outputs = jax.lax.scan(evaluate_next, aux, (micro_batches, keys))
+        loss, metrics, gradient = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), outputs)
+        return (loss, (aux, metrics)), gradient
 
 
 @validated
@@ -230,47 +243,62 @@ def make_step(
 
 def _one_transformation(optimizer: Any) -> Any:
     """Return a transformation whose update takes further arguments; others stay unchanged."""
-    multi = getattr(getattr(optimizer, "update", None), "__self__", None)
-    if isinstance(multi, optax.MultiSteps):  # its `gradient_transformation` drops further arguments
-        update: Any = multi.update
-        return optax.GradientTransformationExtraArgs(multi.init, update)
-    if isinstance(optimizer, optax.GradientTransformation):
-        try:
-            inspect.signature(optimizer.update).bind(None, None, None, value=0, grad=0, value_fn=0)
-        except TypeError:  # in spite of the type, as for `optax.contrib.sam`
-            optimizer = optax.GradientTransformation(*optimizer)
-        return optax.with_extra_args_support(optimizer)
-    return optimizer
+    multi_steps = getattr(getattr(optimizer, "update", None), "__self__", None)
+    if isinstance(multi_steps, optax.MultiSteps):
+        # Its `gradient_transformation` drops further arguments.
+        update: Any = multi_steps.update
+        return optax.GradientTransformationExtraArgs(multi_steps.init, update)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        return optimizer
+    try:
+        inspect.signature(optimizer.update).bind(None, None, None, value=0, grad=0, value_fn=0)
+    except TypeError:  # in spite of the type, as for `optax.contrib.sam`
+        optimizer = optax.GradientTransformation(*optimizer)
+    return optax.with_extra_args_support(optimizer)
 
 
 def transformation(optimizer: Any, hyperparams: Any) -> Any:
-    """Return the optimiser, called with hyperparameters if it is a function; raise if it cannot use them."""
+    """Return the optimiser, called with hyperparameters if it is a function.
+
+    Raises:
+        TypeError: If the optimiser cannot use the hyperparameters, or lacks them.
+    """
     if isinstance(optimizer, optax.GradientTransformation):
         if hyperparams is not None:
-            wanted = "be a function of one member's hyperparameters if `hyperparams` is given"
-            checks.fail_kind("optimizer", wanted, f"{optimizer!r}, which does not use them")
+            checks.fail_kind(
+                "optimizer",
+                "be a function of one member's hyperparameters if `hyperparams` is given",
+                f"{optimizer!r}, which does not use them",
+            )
         return optimizer
     if hyperparams is None:
-        wanted = "be an optax.GradientTransformation if `hyperparams` is None"
-        advice = "Call it, as in optax.adam(1e-3), or pass its `hyperparams`"
-        checks.fail_kind("optimizer", wanted, repr(optimizer), advice)
-    made = _one_transformation(optimizer(hyperparams))
-    if not isinstance(made, optax.GradientTransformation):
-        wanted = "return an optax.GradientTransformation for one member's `hyperparams`"
-        checks.fail_kind("optimizer", wanted, repr(made))
-    return made
+        checks.fail_kind(
+            "optimizer",
+            "be an optax.GradientTransformation if `hyperparams` is None",
+            repr(optimizer),
+            "Call it, as in optax.adam(1e-3), or pass its `hyperparams`",
+        )
+    called = _one_transformation(optimizer(hyperparams))
+    if not isinstance(called, optax.GradientTransformation):
+        checks.fail_kind(
+            "optimizer",
+            "return an optax.GradientTransformation for one member's `hyperparams`",
+            repr(called),
+        )
+    return called
 
 
 def first_opt_state(optimizer: Any, arrays: Any, hyperparams: Any) -> Any:
     """Return the optimiser's initial state for one member's arrays."""
-    fresh = transformation(optimizer, hyperparams).init(eqx.filter(arrays, eqx.is_inexact_array))
-    return jax.tree.map(jnp.asarray, fresh)
+    trained = eqx.filter(arrays, eqx.is_inexact_array)
+    opt_state = transformation(optimizer, hyperparams).init(trained)
+    return jax.tree.map(jnp.asarray, opt_state)
 
 
 def checked_models(models: Any) -> Any:
     """Return models with arrays of real numbers that JAX keeps, none in half precision."""
 
-    def one(path: Any, leaf: Any) -> Any:
+    def checked(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, eqx.nn.State):
             advice = (
                 "Pass models alone and their states as `aux`: the optimiser would change "
@@ -279,31 +307,34 @@ def checked_models(models: Any) -> Any:
             checks.fail_kind("models", "hold parameters", "an eqx.nn.State among them", advice)
         if not isinstance(leaf, np.ndarray) and not eqx.is_inexact_array(leaf):
             return leaf
-        place = f"models{jax.tree_util.keystr(path)}"
-        array = as_array(place, leaf, "real numbers", may_be_empty=True)
-        check_fits(place, array)
-        return to_device(as_numbers(place, array, frozenset({"bool", "int", "float"})))
+        name = f"models{jax.tree_util.keystr(path)}"
+        array = as_array(name, leaf, "real numbers", may_be_empty=True)
+        check_fits(name, array)
+        return to_device(as_numbers(name, array, frozenset({"bool", "int", "float"})))
 
     return jax.tree_util.tree_map_with_path(
-        one, models, is_leaf=lambda leaf: isinstance(leaf, eqx.nn.State)
+        checked, models, is_leaf=lambda leaf: isinstance(leaf, eqx.nn.State)
     )
 
 
-def _same_structure(new: Any, old: Any, name: str, what: str) -> Any:
-    """Return `new`; raise unless its arrays have the shapes and dtypes of `old`."""
-    shapes = [
-        [(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))]
-        for tree in (new, old)
-    ]
-    if jax.tree.structure(new) != jax.tree.structure(old) or shapes[0] != shapes[1]:
-        came = (
-            type(new).__name__
-            if type(new) is not type(old)
-            else f"arrays of {str(shapes[0])[:200]}"
+def _same_structure(new: Any, old: Any, name: str, subject: str) -> Any:
+    """Return `new`; raise unless its arrays have the shapes and dtypes of `old`.
+
+    The message calls `old` the `subject` that the function `name` returns.
+    """
+    new_shapes = shapes_and_dtypes(map(jnp.asarray, jax.tree.leaves(new)))
+    old_shapes = shapes_and_dtypes(map(jnp.asarray, jax.tree.leaves(old)))
+    if jax.tree.structure(new) != jax.tree.structure(old) or new_shapes != old_shapes:
+        description = type(new).__name__
+        if type(new) is type(old):
+            description = f"arrays of {str(new_shapes)[:200]}"
+        requirement = (
+            f"return {subject} as it was: a {type(old).__name__}, arrays of {str(old_shapes)[:200]}"
         )
-        checks.fail(
-            name,
-            f"return {what} as it was: a {type(old).__name__}, arrays of {str(shapes[1])[:200]}",
-            came,
-        )
+        checks.fail(name, requirement, description)
     return new
+
+
+def shapes_and_dtypes(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return the shape and dtype of every leaf."""
+    return [(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -31,17 +31,16 @@ def opened(
         return
     path = Path(folder)
     with files.locked(path / ".lock", path):
-        yield SweepFolder(path, _manifest(path, json.loads(json.dumps(identity)), fresh), {})
+        stored_identity = json.loads(json.dumps(identity))
+        manifest = _manifest(path, stored_identity, fresh)
+        yield SweepFolder(path, manifest, {})
 
 
 def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, Any]:
-    """Return the manifest of a folder, or a new one; if `fresh`, set the folder's contents aside."""
+    """Return the manifest of a folder, or a new one; if `fresh`, move the folder's files first."""
     path = folder / MANIFEST
     if fresh and path.exists():
-        before = next(new for i in range(1, 10**6) if not (new := folder / f"before-{i}").exists())
-        before.mkdir()
-        for old in [*folder.glob("group-*"), path]:
-            old.rename(before / old.name)
+        _set_aside([*folder.glob("group-*"), path], folder)
     if not path.exists():
         return {"format": FORMAT, "identity": identity}
     advice = "Name another folder, or pass fresh=True."
@@ -54,7 +53,8 @@ def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, 
         Partition(1, "auto", "auto", "auto").resumed(manifest["layout"])
         if manifest.get("format") != FORMAT:
             raise ValueError(f"its format is {manifest.get('format')}, not {FORMAT}")
-    if different := [name for name in identity if stored.get(name) != identity[name]]:
+    different = [name for name in identity if stored.get(name) != identity[name]]
+    if different:
         differ = checks.that_differ(different)
         raise files.RefusedFile(
             f"`folder` must hold the same sweep, got {folder}, whose {differ}. {advice}"
@@ -62,10 +62,22 @@ def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, 
     return manifest
 
 
+def _set_aside(paths: list[Path], folder: Path) -> None:
+    """Move files to the first new subfolder `before-1`, `before-2` and so on."""
+    number = 1
+    while (folder / f"before-{number}").exists():
+        number += 1
+    subfolder = folder / f"before-{number}"
+    subfolder.mkdir()
+    for path in paths:
+        path.rename(subfolder / path.name)
+
+
 def plan_of(manifest: dict[str, Any]) -> Plan:
     """Return the plan that a manifest holds."""
     stored = manifest["plan"]
-    return Plan(**{**stored, "groups": tuple(map(tuple, stored["groups"]))})
+    groups = tuple(map(tuple, stored["groups"]))
+    return Plan(**{**stored, "groups": groups})
 
 
 def group_file(folder: Path, index: int, kind: str) -> Path:
@@ -83,29 +95,34 @@ class SweepFolder(NamedTuple):
     def plan(self, make: Callable[[], Plan], how: dict[str, Any], num_groups: int | None) -> Plan:
         """Return the stored plan, or store a new one, and how its members are mapped."""
         if "plan" not in self.manifest:
-            plan, partition = make(), Partition(1, **how)
+            plan = make()
+            partition = Partition(1, **how)
             if partition.mesh == "auto":
                 partition = partition._replace(mesh=Threads(plan.devices))
             self.manifest.update(plan=plan._asdict(), layout=partition.stored())
             if self.path is not None:
-                files.write_bytes(self.path / MANIFEST, (json.dumps(self.manifest) + "\n").encode())
+                text = json.dumps(self.manifest) + "\n"
+                files.write_bytes(self.path / MANIFEST, text.encode())
         plan = plan_of(self.manifest)
         if num_groups is not None and len(plan.groups) < num_groups:
-            wanted, got = (
+            checks.fail(
+                "folder",
                 f"have a plan of at least {num_groups} groups",
                 f"{self.path} of {len(plan.groups)}",
+                "Leave out `num_groups`, or pass fresh=True",
             )
-            checks.fail("folder", wanted, got, "Leave out `num_groups`, or pass fresh=True")
         return plan
 
-    def how(self, given: dict[str, Any]) -> dict[str, Any]:
+    def how(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return mapping and mesh with "auto" entries from the manifest."""
-        partition = Partition(1, **given).resumed(self.manifest["layout"])
-        return {name: getattr(partition, name) for name in given}
+        partition = Partition(1, **arguments).resumed(self.manifest["layout"])
+        return {name: getattr(partition, name) for name in arguments}
 
     def file(self, index: int, kind: str) -> Path | None:
         """Return the path of a group's file."""
-        return None if self.path is None else group_file(self.path, index, kind)
+        if self.path is None:
+            return None
+        return group_file(self.path, index, kind)
 
     def finish(self, index: int, trained: PyTree) -> None:
         """Store a group's trained models and `aux`."""

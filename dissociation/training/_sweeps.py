@@ -46,7 +46,7 @@ class Grid:
     def __init__(self, **axes: Any):
         if not axes:
             checks.fail("axes", "name at least one axis", "none")
-        self._parts = tuple(_part({name: values}) for name, values in axes.items())
+        self._axes = tuple(_axis({name: values}) for name, values in axes.items())
 
     @classmethod
     def zipped(cls, **quantities: Any) -> "Grid":
@@ -62,25 +62,25 @@ class Grid:
         """
         if not quantities:
             checks.fail("quantities", "name at least one", "none")
-        return _of_parts((_part(quantities),))
+        return _grid_of((_axis(quantities),))
 
     def __mul__(self, other: "Grid") -> "Grid":
         if not isinstance(other, Grid):
             return NotImplemented
-        checks.check_distinct(
-            "axes", [name for part in (*self._parts, *other._parts) for name in part]
-        )
-        return _of_parts((*self._parts, *other._parts))
+        axes = (*self._axes, *other._axes)
+        checks.check_distinct("axes", [name for axis in axes for name in axis])
+        return _grid_of(axes)
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Return the name of every axis; a zipped axis joins its names by commas."""
-        return tuple(",".join(part) for part in self._parts)
+        return tuple(map(",".join, self._axes))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the length of every axis."""
-        return tuple(len(next(iter(part.values()))) for part in self._parts)
+        columns = [next(iter(axis.values())) for axis in self._axes]
+        return tuple(map(len, columns))
 
     def __len__(self) -> int:
         return math.prod(self.shape)
@@ -88,32 +88,31 @@ class Grid:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the quantities of every member, by name."""
         values = self.values
-        return (
-            {name: column[i].item() for name, column in values.items()} for i in range(len(self))
-        )
+        for member in range(len(self)):
+            yield {name: column[member].item() for name, column in values.items()}
 
     def __repr__(self) -> str:
-        return f"Grid({', '.join(f'{name}: {size}' for name, size in zip(self.axes, self.shape, strict=True))})"
+        sizes = [f"{name}: {size}" for name, size in zip(self.axes, self.shape, strict=True)]
+        return f"Grid({', '.join(sizes)})"
 
     @property
     def values(self) -> dict[str, np.ndarray]:
         """Return every quantity by member, [members] each."""
-        return {
-            name: values[place]
-            for part, place in zip(
-                self._parts, np.unravel_index(np.arange(len(self)), self.shape), strict=True
-            )
-            for name, values in part.items()
-        }
+        values = {}
+        indices_of_axes = np.unravel_index(np.arange(len(self)), self.shape)
+        for axis, indices in zip(self._axes, indices_of_axes, strict=True):
+            for name, column in axis.items():
+                values[name] = column[indices]
+        return values
 
     @property
     def coords(self) -> dict[str, tuple[str, np.ndarray]]:
         """Return the axis of every quantity and the values along it."""
-        return {
-            name: (axis, values)
-            for axis, part in zip(self.axes, self._parts, strict=True)
-            for name, values in part.items()
-        }
+        coords = {}
+        for axis_name, axis in zip(self.axes, self._axes, strict=True):
+            for name, column in axis.items():
+                coords[name] = (axis_name, column)
+        return coords
 
     def hyperparams(self, *names: str) -> dict[str, Array]:
         """Return the named quantities by member as floats, for `fit(hyperparams=...)`.
@@ -126,28 +125,32 @@ class Grid:
             >>> Grid(rate=[1, 2], seed=[7]).hyperparams("rate")
             {'rate': Array([1., 2.], dtype=float32)}
         """
-        values, chosen = self.values, {}
+        values = self.values
+        hyperparams = {}
         for name in names:
             checks.check_choice("names", name, values)
-            if values[name].dtype.kind not in "fiub":
+            exact = values[name]
+            if exact.dtype.kind not in "fiub":
                 checks.fail_kind(
                     "names", "name quantities that are numbers", f"{name!r}, which is text"
                 )
             with np.errstate(over="ignore", under="ignore"):
-                chosen[name] = to_device(values[name], float)
-            found, exact = np.asarray(chosen[name], np.float64), values[name].astype(np.float64)
-            rounding = (
-                0
-                if values[name].dtype.kind in "iu"
-                else 2 * float(jnp.finfo(chosen[name].dtype).eps)
-            )
-            near = np.allclose(found, exact, rtol=rounding, atol=0)
-            if not near or len(np.unique(found)) < len(np.unique(values[name])):
-                got = f"{name!r}, {values[name]} in {chosen[name].dtype}"
+                floats = to_device(exact, float)
+            hyperparams[name] = floats
+
+            tolerance = 2 * float(jnp.finfo(floats.dtype).eps)
+            if exact.dtype.kind in "iu":
+                tolerance = 0
+            rounded = np.asarray(floats, np.float64)
+            is_near = np.allclose(rounded, exact.astype(np.float64), rtol=tolerance, atol=0)
+            if not is_near or len(np.unique(rounded)) < len(np.unique(exact)):
                 checks.fail(
-                    "names", "name quantities that floats distinguish", got, "Enable jax_enable_x64"
+                    "names",
+                    "name quantities that floats distinguish",
+                    f"{name!r}, {exact} in {floats.dtype}",
+                    "Enable jax_enable_x64",
                 )
-        return chosen
+        return hyperparams
 
     @validated
     def keys(self, key: PRNGKey, name: str = "seed") -> Array:
@@ -168,21 +171,26 @@ class Grid:
         return to_device(values[name], np.uint32)
 
     def where(self, **coordinates: Any) -> np.ndarray:
-        """Return indices of members whose quantities have these values, or one of several given values."""
-        values, matching = self.values, np.ones(len(self), bool)
-        for name, value in coordinates.items():
+        """Return indices of members whose quantities have a given value, or one of several."""
+        values = self.values
+        is_matching = np.ones(len(self), bool)
+        for name, coordinate in coordinates.items():
             checks.check_choice("coordinates", name, values)
-            known = list(dict.fromkeys(values[name].tolist()))
-            for wanted in np.ravel(value).tolist():
-                if wanted not in known:
-                    checks.fail(name, f"be one of {', '.join(map(repr, known))}", repr(wanted))
-            matching &= np.isin(values[name], value)
-        return np.flatnonzero(matching)
+            choices = list(dict.fromkeys(values[name].tolist()))
+            for choice in np.ravel(coordinate).tolist():
+                if choice not in choices:
+                    checks.fail(name, f"be one of {', '.join(map(repr, choices))}", repr(choice))
+            is_matching &= np.isin(values[name], coordinate)
+        return np.flatnonzero(is_matching)
 
     def unflatten(self, tree: PyTree) -> PyTree:
         """Return results in named axes: every array [members, ...] becomes [*shape, ...]."""
+        if not any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree)):
+            checks.fail_kind("tree", f"hold arrays of {len(self)} members", describe(tree))
 
-        def one(leaf: Any) -> Any:
+        def in_axes(leaf: Any) -> Any:
+            if not hasattr(leaf, "shape"):
+                return leaf
             if np.shape(leaf)[:1] != (len(self),):
                 checks.fail(
                     "tree",
@@ -191,12 +199,12 @@ class Grid:
                 )
             return leaf.reshape(*self.shape, *leaf.shape[1:])
 
-        if not any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree)):
-            checks.fail_kind("tree", f"hold arrays of {len(self)} members", describe(tree))
-        return jax.tree.map(lambda leaf: one(leaf) if hasattr(leaf, "shape") else leaf, tree)
+        return jax.tree.map(in_axes, tree)
 
     def split(self, name: str) -> list[tuple[Any, "Grid | None"]]:
-        """Split the grid along an axis whose members differ in shape, into groups that are one program each.
+        """Split the grid along an axis whose members differ in shape.
+
+        Each of the groups is one program.
 
         Args:
             name: Axis of a single quantity, such as the width.
@@ -206,13 +214,16 @@ class Grid:
             none).
 
         Example:
-            >>> [(width, len(grid)) for width, grid in Grid(width=[8, 64], seed=[0, 1, 2]).split("width")]
+            >>> grid = Grid(width=[8, 64], seed=[0, 1, 2])
+            >>> [(width, len(group)) for width, group in grid.split("width")]
             [(8, 3), (64, 3)]
         """
         checks.check_choice("name", name, [axis for axis in self.axes if "," not in axis])
-        rest = tuple(part for part in self._parts if name not in part)
-        values = next(part[name] for part in self._parts if name in part)
-        return [(value.item(), _of_parts(rest) if rest else None) for value in values]
+        (column,) = (axis[name] for axis in self._axes if name in axis)
+        group = None
+        if len(self._axes) > 1:
+            group = _grid_of(tuple(axis for axis in self._axes if name not in axis))
+        return [(value, group) for value in column.tolist()]
 
     def join(self, name: str, results: Sequence[PyTree]) -> PyTree:
         """Join the results of the groups of `split(name)`, in the order of the members.
@@ -222,24 +233,28 @@ class Grid:
             results: One PyTree per value of the axis, of equal shapes, with the group's members
                 first.
         """
-        (_, rest), *others = self.split(name)
-        checks.check_same_length(name, len(others) + 1, "results", len(results), "groups")
-        kinds = [jax.tree.map(np.shape, result) for result in results]
-        for place, kind in enumerate(kinds):
-            if kind != kinds[0]:
+        groups = self.split(name)
+        checks.check_same_length(name, len(groups), "results", len(results), "groups")
+        shapes = [jax.tree.map(np.shape, result) for result in results]
+        for index, shape in enumerate(shapes):
+            if shape != shapes[0]:
                 checks.fail(
-                    f"results[{place}]", f"have the arrays of `results[0]`, {kinds[0]}", kind
+                    f"results[{index}]", f"have the arrays of `results[0]`, {shapes[0]}", shape
                 )
+
+        group = groups[0][1]
         axis = self.axes.index(name)
 
-        def one(*leaves: Any) -> np.ndarray:
-            parts = [
-                rest.unflatten(np.asarray(leaf)) if rest else np.reshape(leaf, leaf.shape[1:])
-                for leaf in leaves
-            ]
-            return np.stack(parts, axis).reshape(len(self), *leaves[0].shape[1:])
+        def joined(*leaves: Any) -> np.ndarray:
+            blocks = []
+            for leaf in leaves:
+                if group is None:
+                    blocks.append(np.reshape(leaf, leaf.shape[1:]))
+                else:
+                    blocks.append(group.unflatten(np.asarray(leaf)))
+            return np.stack(blocks, axis).reshape(len(self), *leaves[0].shape[1:])
 
-        return jax.tree.map(one, *results)
+        return jax.tree.map(joined, *results)
 
 
 @jax.jit
@@ -248,33 +263,35 @@ def folded(key: Array, seeds: Array) -> Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, seeds)
 
 
-def _of_parts(parts: tuple[Mapping[str, np.ndarray], ...]) -> Grid:
+def _grid_of(axes: tuple[Mapping[str, np.ndarray], ...]) -> Grid:
+    """Return the grid of some axes, each a mapping from quantities to values."""
     grid = object.__new__(Grid)
-    grid._parts = parts
+    grid._axes = axes
     return grid
 
 
-def _part(quantities: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+def _axis(quantities: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
     """Return the values of the quantities of one axis, whose members must differ."""
-    part = {name: _values(name, values) for name, values in quantities.items()}
-    (first, values), *others = part.items()
-    for name, more in others:
-        checks.check_same_length(first, len(values), name, len(more), "values")
-    members = list(zip(*(values.tolist() for values in part.values()), strict=True))
-    checks.check_distinct(",".join(part), members if others else values.tolist())
-    return part
+    axis = {name: _values(name, values) for name, values in quantities.items()}
+    first_name, first_values = next(iter(axis.items()))
+    for name, values in axis.items():
+        checks.check_same_length(first_name, len(first_values), name, len(values), "values")
+
+    members = first_values.tolist()
+    if len(axis) > 1:
+        columns = [values.tolist() for values in axis.values()]
+        members = list(zip(*columns, strict=True))
+    checks.check_distinct(",".join(axis), members)
+    return axis
 
 
 def _values(name: str, values: Any) -> np.ndarray:
     """Return the values of an axis: numbers or text."""
-    if (
-        isinstance(values, (list, tuple))
-        and values
-        and all(isinstance(value, str) for value in values)
-    ):
+    if isinstance(values, list | tuple) and values and all(isinstance(v, str) for v in values):
         return np.asarray(values)
-    given = as_array(name, values, "numbers or text")
-    array = np.asarray(as_numbers(name, given, frozenset({"bool", "int", "float"})))
+    numbers = as_array(name, values, "numbers or text")
+    kinds = frozenset({"bool", "int", "float"})
+    array = np.asarray(as_numbers(name, numbers, kinds))
     if array.ndim != 1:
         checks.fail(name, "be one-dimensional", f"shape {array.shape}")
     if array.dtype.kind == "f" and np.isnan(array).any():

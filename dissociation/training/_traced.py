@@ -28,20 +28,27 @@ IRRELEVANT = {
 }
 """Parameters of operations that do not change what a program computes."""
 
+CONTEXT = ("compute_type", "threefry_partitionable")
+"""Settings of an operation's context that change what it computes."""
+
 
 class Code:
-    """Operations of a traced function, without its arrays. Two codes are equal if their operations are equal.
+    """Operations of a traced function, without its arrays.
 
-    `digest` is the same in every process. An object without canonical text, such as the function
-    behind a callback, is in the digest by its name; equality compares the object itself.
-    `primitives` holds the names of the operations, those in sub-jaxprs included.
+    Two codes are equal if their operations are equal. `digest` is the same in every process. An
+    object without canonical text, such as the function behind a callback, is in the digest by its
+    name; equality compares the object itself. `primitives` holds the names of the operations, those
+    in sub-jaxprs included.
     """
 
     def __init__(self, jaxpr: jex.Jaxpr, in_tree: Any, out_tree: Any):
-        self.jaxpr, self.in_tree, self.out_tree = jaxpr, in_tree, out_tree
+        self.jaxpr = jaxpr
+        self.in_tree = in_tree
+        self.out_tree = out_tree
         description = _Description()
         self.digest = _digest(description.of_jaxpr(jaxpr))
-        self.primitives, self._objects = frozenset(description.primitives), description.objects
+        self.primitives = frozenset(description.primitives)
+        self._objects = description.objects
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -49,14 +56,18 @@ class Code:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Code):
             return NotImplemented
-        trees = (self.in_tree, self.out_tree) == (other.in_tree, other.out_tree)
-        if self.digest != other.digest or not trees or len(self._objects) != len(other._objects):
+        if (self.in_tree, self.out_tree) != (other.in_tree, other.out_tree):
+            return False
+        if self.digest != other.digest or len(self._objects) != len(other._objects):
             return False
         return all(a is b or a == b for a, b in zip(self._objects, other._objects, strict=True))
 
 
 class Traced(eqx.Module):
-    """Traced function of PyTrees of arrays; closed-over arrays, `consts`, are arguments of the program."""
+    """Traced function of PyTrees of arrays.
+
+    Closed-over arrays, `consts`, are arguments of the program.
+    """
 
     code: Code = eqx.field(static=True)
     consts: list[Array]
@@ -64,20 +75,19 @@ class Traced(eqx.Module):
     def __call__(self, *args: Any) -> Any:
         """Return the function's result by evaluating its operations."""
         closed = jex.ClosedJaxpr(self.code.jaxpr, self.consts)
-        results = zip(jex.jaxpr_as_fun(closed)(*jax.tree.leaves(args)), self._avals, strict=True)
-        # A constant result is a number.
-        outs = [
-            out if isinstance(out, jax.Array) else jnp.asarray(out, aval.dtype)
-            for out, aval in results
-        ]
-        return self.code.out_tree.unflatten(outs)
+        results = jex.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        arrays = []
+        for result, aval in zip(results, self._avals, strict=True):
+            if not isinstance(result, jax.Array):  # a constant result is a number
+                result = jnp.asarray(result, aval.dtype)
+            arrays.append(result)
+        return self.code.out_tree.unflatten(arrays)
 
     @property
     def out(self) -> Any:
         """Return the shapes and dtypes of the result."""
-        return self.code.out_tree.unflatten(
-            [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals]
-        )
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals]
+        return self.code.out_tree.unflatten(shapes)
 
     @property
     def weak(self) -> bool:
@@ -89,18 +99,23 @@ class Traced(eqx.Module):
         return [var.aval for var in self.code.jaxpr.outvars]
 
     def fingerprint(self) -> str:
-        """Return a digest of the operations and of `consts`, the same in all processes with one version of JAX."""
+        """Return a digest of the operations and of `consts`.
+
+        It is the same in all processes with one version of JAX.
+        """
         return self.code.digest + checkpoints.fingerprint(self.consts)
 
 
 def trace(function: Callable[..., Any], *example: Any) -> Traced:
     """Trace `function` on arguments like `example`."""
     closed, out = jax.make_jaxpr(function, return_shape=True)(*example)
-    consts = [
-        const if isinstance(const, jax.Array) else to_device(const, var.aval.dtype)
-        for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)
-    ]
-    return Traced(Code(closed.jaxpr, jax.tree.structure(example), jax.tree.structure(out)), consts)
+    consts = []
+    for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        if not isinstance(const, jax.Array):
+            const = to_device(const, var.aval.dtype)
+        consts.append(const)
+    code = Code(closed.jaxpr, jax.tree.structure(example), jax.tree.structure(out))
+    return Traced(code, consts)
 
 
 def _digest(text: str) -> str:
@@ -113,9 +128,10 @@ class _Description:
     def __init__(self):
         self.objects: list[Any] = []
         self.primitives: set[str] = set()
-        self._known: dict[int, tuple[Any, str]] = {}
+        self._digests: dict[int, tuple[Any, str]] = {}  # jaxprs and their digests, by `id`
 
     def of_jaxpr(self, jaxpr: jex.Jaxpr) -> str:
+        """Return the text of a jaxpr, whose variables are numbered."""
         names: dict[Any, str] = {}
 
         def bound(variables: Any) -> str:
@@ -123,58 +139,56 @@ class _Description:
             return " ".join(f"{names[var]}:{var.aval!r}" for var in variables)
 
         def used(atoms: Any) -> str:
-            literal = lambda atom: f"{self.of(np.asarray(atom.val))}:{atom.aval!r}"  # noqa: E731
-            return " ".join(
-                literal(atom) if isinstance(atom, jex.Literal) else names[atom] for atom in atoms
-            )
+            texts = []
+            for atom in atoms:
+                if isinstance(atom, jex.Literal):
+                    texts.append(f"{self.of(np.asarray(atom.val))}:{atom.aval!r}")
+                else:
+                    texts.append(names[atom])
+            return " ".join(texts)
 
         lines = [bound(jaxpr.constvars), bound(jaxpr.invars)]
         for equation in jaxpr.eqns:
             operation = equation.primitive.name
             self.primitives.add(operation)
             arguments = used(equation.invars)  # first, because results get new names
-            skipped = IRRELEVANT.get(operation, ())
-            params = [
-                f"{k}={self.of(v)}" for k, v in sorted(equation.params.items()) if k not in skipped
-            ]
-            setting = [
-                getattr(equation.ctx, k, None) for k in ("compute_type", "threefry_partitionable")
-            ]
-            lines.append(
-                f"{bound(equation.outvars)} = {operation} {arguments} [{', '.join(params)}] "
-                f"{setting}"
-            )
+            params = []
+            for name, param in sorted(equation.params.items()):
+                if name not in IRRELEVANT.get(operation, ()):
+                    params.append(f"{name}={self.of(param)}")
+            settings = [getattr(equation.ctx, name, None) for name in CONTEXT]
+            results = bound(equation.outvars)
+            lines.append(f"{results} = {operation} {arguments} [{', '.join(params)}] {settings}")
         return "\n".join([*lines, used(jaxpr.outvars)])
 
     def of(self, value: Any) -> str:
+        """Return the text of a parameter of an operation."""
         if isinstance(value, jex.ClosedJaxpr):
             return f"{{{self._once(value.jaxpr)} {self.of(list(value.consts))}}}"
         if isinstance(value, jex.Jaxpr):
             return f"{{{self._once(value)}}}"
         if isinstance(value, jax.Array):
             return checkpoints.fingerprint(value)
-        if hasattr(value, "__array__") and not isinstance(
-            value, type
-        ):  # NumPy's arrays, and JAX's kind of them
+        if hasattr(value, "__array__") and not isinstance(value, type):
+            # NumPy's arrays, and JAX's kind of them.
             return checkpoints.fingerprint(np.asarray(value))
-        if value is None or isinstance(
-            value, bool | int | float | complex | str | bytes | np.dtype | enum.Enum
-        ):
+        plain = bool | int | float | complex | str | bytes | np.dtype | enum.Enum | None
+        if isinstance(value, plain):
             return f"{type(value).__name__}:{value!r}"
         if isinstance(value, type):
             return f"{value.__module__}.{value.__qualname__}"
         if isinstance(value, tuple | list):
             return f"{type(value).__name__}({', '.join(map(self.of, value))})"
         if isinstance(value, dict):
-            return f"dict({', '.join(f'{self.of(k)}: {self.of(v)}' for k, v in value.items())})"
+            pairs = [f"{self.of(key)}: {self.of(entry)}" for key, entry in value.items()]
+            return f"dict({', '.join(pairs)})"
         self.objects.append(value)
         return re.sub(r" at 0x[0-9a-f]+", "", f"{type(value).__qualname__}:{value!r}")
 
     def _once(self, jaxpr: jex.Jaxpr) -> str:
         """Return the digest of a sub-jaxpr, which often occurs several times."""
-        if id(jaxpr) not in self._known:
-            self._known[id(jaxpr)] = (
-                jaxpr,
-                _digest(self.of_jaxpr(jaxpr)),
-            )  # kept alive, so that its `id` stays unique
-        return self._known[id(jaxpr)][1]
+        if id(jaxpr) not in self._digests:
+            digest = _digest(self.of_jaxpr(jaxpr))
+            # The jaxpr is stored as well, so that its `id` stays unique.
+            self._digests[id(jaxpr)] = (jaxpr, digest)
+        return self._digests[id(jaxpr)][1]

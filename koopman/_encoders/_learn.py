@@ -33,6 +33,7 @@ from koopman._encoders._losses import (
     vamp_loss,
 )
 from koopman._encoders._networks import Autoencoder, FeatureMap, build_network, first_line
+from koopman._operators._numerics import ratio_or_zero
 from koopman._operators._pairs import lagged_pairs
 
 States = Float[Array | np.ndarray, "n *state"]
@@ -48,7 +49,7 @@ ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
     "contrastive": spectral_contrastive_loss,
     "dpnets": partial(dpnets_loss, center_covariances=False),
 }
-"""Losses of features now and one lag later: VAMP-2 and DPNets without centring, spectral contrastive."""
+"""Losses of features and features one lag later; VAMP-2 and DPNets are not centred."""
 
 LOSSES = (*ENCODER_LOSSES, "reconstruction", "classes")
 EXAMPLE = (
@@ -59,32 +60,46 @@ EXAMPLE = (
 
 @validated
 def encode(model: Callable[[Array], Array], states: States) -> Array:
-    """Return the outputs of one model at every state, [n, ...]; NaN for states that are not finite."""
+    """Return the outputs of one model at every state, [n, ...].
+
+    The outputs are NaN at states that are not finite.
+    """
     _check_one(model)
     return jax.vmap(model)(jnp.asarray(states))
 
 
 def pair_loss(kind: str, model: FeatureMap, x: States, y: States) -> Float[Array, ""]:
-    """Return the loss of pairs of states, from the features of x and the lagged head's features of y."""
+    """Return the loss of the features of x and the lagged head's features of y."""
     # One pass for both, because one convolution of twice as many images is cheaper than two.
-    both = encode(model, jnp.concatenate([jnp.asarray(x), jnp.asarray(y)]))
-    return ENCODER_LOSSES[kind](both[: len(x)], jax.vmap(model.lagged_head)(both[len(x) :]))
+    states = jnp.concatenate([jnp.asarray(x), jnp.asarray(y)])
+    features = encode(model, states)
+    features_x = features[: len(x)]
+    features_y = jax.vmap(model.lagged_head)(features[len(x) :])
+    return ENCODER_LOSSES[kind](features_x, features_y)
 
 
 def reconstruction_loss(model: Autoencoder, x: States, y: States) -> Float[Array, ""]:
-    """Return `autoencoder_loss` of pairs of states, with weight r = var y / var enc(y) of the latent step."""
-    x, y = jnp.asarray(x), jnp.asarray(y)
+    """Return `autoencoder_loss` of pairs of states.
+
+    The weight of the latent step is r = var y / var enc(y).
+    """
+    x = jnp.asarray(x)
+    y = jnp.asarray(y)
     features = encode(model.encoder, jnp.concatenate([x, y]))
-    now, later = features[: len(x)], features[len(x) :]
-    evolved = now @ model.matrix()
-    states = jax.vmap(model.decoder)(jnp.concatenate([now, evolved]))
-    spread = jnp.mean(jnp.var(later, 0))
+    features_x = features[: len(x)]
+    features_y = features[len(x) :]
+    evolved = features_x @ model.matrix()
+
+    states = jax.vmap(model.decoder)(jnp.concatenate([features_x, evolved]))
+    x_rec = states[: len(x)]
+    y_pred = states[len(x) :]
+
     # With r = 1, as published, features shrink until the latent step has no weight, because the
     # decoder can undo that.
-    ratio = jnp.where(spread > 0, jnp.mean(jnp.var(y, 0)) / jnp.where(spread > 0, spread, 1.0), 0.0)
-    return autoencoder_loss(
-        x, y, states[: len(x)], later, evolved, states[len(x) :], alpha_lin=ratio
-    )
+    feature_variance = jnp.mean(jnp.var(features_y, 0))
+    variance = jnp.mean(jnp.var(y, 0))
+    weight = ratio_or_zero(variance, feature_variance, feature_variance > 0)
+    return autoencoder_loss(x, y, x_rec, features_y, evolved, y_pred, alpha_lin=weight)
 
 
 # A module, because equal modules are equal, unlike closures, so that a second training does not
@@ -94,9 +109,10 @@ class _Loss(eqx.Module):
 
     def __call__(self, model: Any, batch: tuple[Array, Array], key: Array) -> Array:
         if self.kind == "classes":
-            return jnp.mean(
-                optax.softmax_cross_entropy_with_integer_labels(encode(model, batch[0]), batch[1])
-            )
+            states, labels = batch
+            logits = encode(model, states)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return jnp.mean(losses)
         if self.kind == "reconstruction":
             return reconstruction_loss(model, *batch)
         return pair_loss(self.kind, model, *batch)
@@ -124,7 +140,7 @@ def train_encoders(
     validation: Any = None,
     **options: Any,
 ) -> FitResult:
-    """Train networks of many seeds on pairs of states one lag apart, or on states and their classes.
+    """Train networks of many seeds on pairs of states one lag apart, or on states with classes.
 
     Args:
         model: Function from a key to a network, or a network with the initial weights of every
@@ -159,42 +175,42 @@ def train_encoders(
     """
     for name in options:
         if name not in FIT_OPTIONS:
+            expected = f"be left out, or be one of {', '.join(FIT_OPTIONS)}"
             advice = f"Settings of networks are arguments of `model`, as in {EXAMPLE}"
-            fail_kind(
-                name,
-                f"be left out, or be one of {', '.join(FIT_OPTIONS)}",
-                "an unknown option",
-                advice,
-            )
+            fail_kind(name, expected, "an unknown option", advice)
+    batch_loss = loss
     if isinstance(loss, str):
         check_choice("loss", loss, LOSSES)
-    seeds, data = (
-        check_count("num_seeds", num_seeds, minimum=1),
-        as_examples("data", data, finite=True),
-    )
-    build, call = (
-        partial(build_network, "model", model),
-        _Loss(loss) if isinstance(loss, str) else loss,
-    )
-    made = eqx.filter_eval_shape(lambda k: build(key=k), key)
-    _check_batches(call, made, data, batch_size)
+        batch_loss = _Loss(loss)
+    num_seeds = check_count("num_seeds", num_seeds, minimum=1)
+    data = as_examples("data", data, finite=True)
+
+    def build(key: PRNGKey) -> Any:
+        return build_network("model", model, key=key)
+
+    template = eqx.filter_eval_shape(build, key)
+    _check_batches(batch_loss, template, data, batch_size)
     if loss == "classes":
-        check_classes("data", data[1], eqx.filter_eval_shape(encode, made, data[0]).shape[1])
+        logits = eqx.filter_eval_shape(encode, template, data[0])
+        check_classes("data", data[1], logits.shape[1])
     observe = None
     if validation is not None:
         validation = as_examples("validation", validation, finite=True)
-        number = len(jax.tree.leaves(validation)[0])
-        _check_batch(
-            "validation", "be like `data`, and enough for `loss`", call, made, validation, number
-        )
-        observe = _Validation(call, validation)
+        num_samples = len(jax.tree.leaves(validation)[0])
+        expected = "be like `data`, and enough for `loss`"
+        _check_batch("validation", expected, batch_loss, template, validation, num_samples)
+        observe = _Validation(batch_loss, validation)
+
     # With the published loss, PyTorch's initial weights and a rate of 2e-3, most rectified units of
     # an autoencoder's convolutional encoder were inactive after 20 steps. With weights of variance
     # 1/fan_in and the published rate they stay active.
-    optimizer = optax.adamw(2e-3, weight_decay=0.01) if optimizer is None else optimizer
+    if optimizer is None:
+        optimizer = optax.adamw(2e-3, weight_decay=0.01)
+    step = make_step(batch_loss, optimizer)
+    sampler = Epochs(data, batch_size)
+
     build_key, fit_key = jax.random.split(key)
-    models = eqx.filter_vmap(lambda k: build(key=k))(jax.random.split(build_key, seeds))
-    step, sampler = make_step(call, optimizer), Epochs(data, batch_size)
+    models = eqx.filter_vmap(build)(jax.random.split(build_key, num_seeds))
     return fit(
         models, step, sampler, num_epochs=num_epochs, key=fit_key, save=Save(observe), **options
     )
@@ -210,7 +226,7 @@ def validation_loss(
     trajectory_axis: int | None = None,
     batch_size: int | None = None,
 ) -> Float[Array, ""]:
-    """Return the loss of `train_encoders` on trajectories, of all pairs at once or as the mean over batches.
+    """Return the loss of `train_encoders` on trajectories, of all pairs or as a mean over batches.
 
     Args:
         kind: "vamp", "contrastive" or "dpnets".
@@ -231,47 +247,49 @@ def validation_loss(
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
     _check_one(model)
     # An array without `trajectory_axis` is one trajectory, also of images.
-    one = isinstance(trajectories, Array | np.ndarray) and trajectory_axis is None
-    given: Any = [trajectories] if one else trajectories
-    x, y = pairs = lagged_pairs(given, lag, trajectory_axis=trajectory_axis)
-    size = len(x) if batch_size is None else batch_size
-    _check_batches(_Loss(kind), model, pairs, size)
+    if isinstance(trajectories, Array | np.ndarray) and trajectory_axis is None:
+        trajectories = [trajectories]
+    pairs = lagged_pairs(trajectories, lag, trajectory_axis=trajectory_axis)
+    x, y = pairs
+    if batch_size is None:
+        batch_size = len(x)
+    _check_batches(_Loss(kind), model, pairs, batch_size)
+
     # The contrastive loss omits i = j, a pair of one class, which matters more in small batches:
     # with five classes a fraction (12.8 - 1) / 63 = 0.187 of the pairs in a batch of 64 share their
     # class, and 0.199 of 999. Noisier covariances raise VAMP.
-    starts = range(0, len(x), size)
-    return jnp.mean(
-        jnp.stack([pair_loss(kind, model, x[i : i + size], y[i : i + size]) for i in starts])
-    )
+    losses = []
+    for start in range(0, len(x), batch_size):
+        batch = slice(start, start + batch_size)
+        losses.append(pair_loss(kind, model, x[batch], y[batch]))
+    return jnp.mean(jnp.stack(losses))
 
 
 def _check_one(model: Any) -> None:
     """Raise if a feature map or an autoencoder is a stack."""
-    weight = {FeatureMap: lambda m: m.lagged_head.weight, Autoencoder: lambda m: m.dynamics}.get(
-        type(model)
-    )
-    if weight is not None and np.ndim(weight(model)) > 2:
-        fail(
-            "model",
-            "be one model",
-            f"{len(weight(model))} stacked ones",
-            "Take one of them: `member(models, 0)`",
-        )
+    if type(model) is FeatureMap:
+        weight = model.lagged_head.weight
+    elif type(model) is Autoencoder:
+        weight = model.dynamics
+    else:
+        return
+    if np.ndim(weight) > 2:
+        advice = "Take one of them: `member(models, 0)`"
+        fail("model", "be one model", f"{len(weight)} stacked ones", advice)
 
 
 def _check_batches(loss: Callable[..., Any], model: Any, data: Any, batch_size: int) -> None:
     """Raise unless the loss takes all samples at once, and an epoch's smallest batch."""
     check_count("batch_size", batch_size, minimum=1)
-    number = len(jax.tree.leaves(data)[0])
-    _check_batch("model", "fit `data` and `loss`", loss, model, data, number)
-    wanted = f"leave enough samples for every batch, of {number} in all"
-    _check_batch(
-        "batch_size", wanted, loss, model, data, number % batch_size or min(batch_size, number)
-    )
+    num_samples = len(jax.tree.leaves(data)[0])
+    _check_batch("model", "fit `data` and `loss`", loss, model, data, num_samples)
+    expected = f"leave enough samples for every batch, of {num_samples} in all"
+    smallest = num_samples % batch_size or min(batch_size, num_samples)
+    _check_batch("batch_size", expected, loss, model, data, smallest)
 
 
 def _check_batch(
-    name: str, wanted: str, loss: Callable[..., Any], model: Any, data: Any, size: int
+    name: str, expected: str, loss: Callable[..., Any], model: Any, data: Any, size: int
 ) -> None:
     """Raise unless the loss takes a batch of this size, by abstract evaluation."""
     batch = jax.tree.map(
@@ -281,5 +299,5 @@ def _check_batch(
         eqx.filter_eval_shape(loss, model, batch, jax.eval_shape(jax.random.key, 0))
     except Exception as error:  # any error of the network or of the loss is about the batch
         shapes = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(batch))
-        got = f"for a batch of shapes {shapes} the error {first_line(error)!r}"
-        raise WrongValue(f"`{name}` must {wanted}, got {got}.") from error
+        received = f"for a batch of shapes {shapes} the error {first_line(error)!r}"
+        raise WrongValue(f"`{name}` must {expected}, got {received}.") from error

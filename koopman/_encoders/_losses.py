@@ -16,6 +16,7 @@ from dissociation._core.linalg import centre, nuclear_norm, product, psd_power
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from koopman._operators._findings import lost_variance, warn_of
+from koopman._operators._numerics import positive_or_one, ratio_or_zero, rounding_unit
 
 Features = Float[Array | np.ndarray, "n d"]
 Loss = Float[Array, ""]
@@ -25,7 +26,7 @@ Loss = Float[Array, ""]
 def vamp_loss(
     x: Features, y: Features, *, schatten_norm: int = 2, center_covariances: bool = True
 ) -> Loss:
-    """Return minus the VAMP-p score, a measure of how well features determine the next ones linearly.
+    """Return minus the VAMP-p score, a measure of linear prediction of the next features.
 
         -sum_i s_i^p,     s_i the singular values of C_x^{-1/2} C_xy C_y^{-1/2},     p in {1, 2}
 
@@ -67,11 +68,15 @@ def vamp_loss(
 @partial(jax.jit, static_argnames=("schatten_norm", "center"))
 def _vamp(x: Array, y: Array, schatten_norm: int, center: bool) -> Array:
     _, cross = _whitened(x, y, center)
-    return -nuclear_norm(cross) if schatten_norm == 1 else -jnp.sum(cross**2)
+    if schatten_norm == 1:
+        return -nuclear_norm(cross)
+    return -jnp.sum(cross**2)
 
 
 def _warn_offsets(center: bool, **features: Array | np.ndarray) -> None:
-    for name, array in features.items() if not center else ():
+    if center:
+        return
+    for name, array in features.items():
         warn_of(lost_variance(array, name, advice="pass center_covariances=True"))
 
 
@@ -91,7 +96,8 @@ def vamp_score(
     With u, v the leading `rank` pairs of singular functions (linear in the features) on the
     training pairs,
 
-        | (u^T C_x u)^{-1/2} (u^T C_xy v) (v^T C_y v)^{-1/2} |_p^p,     C the covariances of the test pairs.
+        | (u^T C_x u)^{-1/2} (u^T C_xy v) (v^T C_y v)^{-1/2} |_p^p,
+        C the covariances of the test pairs.
 
     At full rank and with regular training covariances this is minus `vamp_loss` of the test data:
     pass a rank below d to test the fit.
@@ -116,11 +122,14 @@ def vamp_score(
         Wu and Noe (2020), see `vamp_loss`, eq. 33 of arXiv:1707.04659.
     """
     _check_schatten_norm(schatten_norm)
-    size: int = x.shape[1]
-    rank = size if rank is None else check_count("rank", rank, minimum=1)
-    if rank > size:
-        fail("rank", f"be at most the number of features ({size})", rank)
-    _check_enough("x", x, size, center_covariances)
+    num_features: int = x.shape[1]
+    if rank is None:
+        rank = num_features
+    rank = check_count("rank", rank, minimum=1)
+    if rank > num_features:
+        fail("rank", f"be at most the number of features ({num_features})", rank)
+
+    _check_enough("x", x, num_features, center_covariances)
     _check_enough("x_test", x_test, rank, center_covariances)
     _warn_offsets(center_covariances, x=x, y=y, x_test=x_test, y_test=y_test)
     return _score(x, y, x_test, y_test, schatten_norm, center_covariances, rank)
@@ -131,16 +140,19 @@ def _score(
     x: Array, y: Array, x_test: Array, y_test: Array, schatten_norm: int, center: bool, rank: int
 ) -> Array:
     maps, cross = _whitened(x, y, center)
-    left, values, right = jnp.linalg.svd(cross)
+    left_vectors, correlations, right_vectors = jnp.linalg.svd(cross)
     # If covariances are deficient, functions without correlation are rounding.
-    held = values > x.shape[1] * float(jnp.finfo(cross.dtype).eps)
-    turn = jnp.stack([left, right.T])[..., :rank] * held[None, None, :rank]
-    functions = lax.stop_gradient(product(maps, turn))
+    is_correlated = correlations > x.shape[1] * rounding_unit(cross)
+    rotations = jnp.stack([left_vectors, right_vectors.T])[..., :rank]
+    rotations = rotations * is_correlated[None, None, :rank]
+    functions = lax.stop_gradient(product(maps, rotations))
+
     if center:
-        x_test, y_test = centre(x_test), centre(y_test)
-    return -_vamp(
-        *(product(x_test, functions[0]), product(y_test, functions[1])), schatten_norm, center
-    )
+        x_test = centre(x_test)
+        y_test = centre(y_test)
+    values_x = product(x_test, functions[0])
+    values_y = product(y_test, functions[1])
+    return -_vamp(values_x, values_y, schatten_norm, center)
 
 
 @validated
@@ -152,7 +164,7 @@ def dpnets_loss(
     metric_deformation: Scalar = 1.0,
     center_covariances: bool = True,
 ) -> Loss:
-    """Return minus the score of deep projection networks: VAMP-2 with a metric regulariser of the covariances.
+    """Return minus the score of deep projection networks: VAMP-2 with a metric regulariser.
 
         -|C_x^{-1/2} C_xy C_y^{-1/2}|_F^2 + metric_deformation / (2 d) (R(C_x) + R(C_y)),
         R(C) = tr(C^2 - C - log C) >= 0,   zero only for C = I
@@ -186,21 +198,28 @@ def dpnets_loss(
 @partial(jax.jit, static_argnames=("relaxed", "center"))
 def _dpnets(x: Array, y: Array, metric_deformation: Scalar, relaxed: bool, center: bool) -> Array:
     if center:
-        x, y = centre(x), centre(y)
-    loss = jnp.zeros((), x.dtype) if relaxed else _vamp(x, y, 2, center=False)
-    values_x = jnp.linalg.eigvalsh(_after(loss, _covariance(x)))
-    values_y = jnp.linalg.eigvalsh(_after(values_x[-1], _covariance(y)))
+        x = centre(x)
+        y = centre(y)
+    loss = jnp.zeros((), x.dtype)
+    if not relaxed:
+        loss = _vamp(x, y, 2, center=False)
+
+    covariance_x = _after(loss, _covariance(x))
+    eigenvalues_x = jnp.linalg.eigvalsh(covariance_x)
+    covariance_y = _after(eigenvalues_x[-1], _covariance(y))
+    eigenvalues_y = jnp.linalg.eigvalsh(covariance_y)
+
     if relaxed:
-        top = values_x[-1] * values_y[-1]
-        loss = -jnp.sum((product(x.T, y) / x.shape[0]) ** 2) / jnp.where(top > 0, top, 1.0)
-    return loss + metric_deformation / (2 * x.shape[1]) * (
-        _deformation(values_x) + _deformation(values_y)
-    )
+        cross = product(x.T, y) / x.shape[0]
+        norms = eigenvalues_x[-1] * eigenvalues_y[-1]
+        loss = -jnp.sum(cross**2) / positive_or_one(norms)
+    weight = metric_deformation / (2 * x.shape[1])
+    return loss + weight * (_deformation(eigenvalues_x) + _deformation(eigenvalues_y))
 
 
 @validated
 def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
-    """Return the spectral contrastive loss, which aligns true pairs and makes all others orthogonal.
+    """Return the spectral contrastive loss: true pairs are aligned and all others orthogonal.
 
         1 / (n (n - 1)) sum_{i != j} <x_i, y_j>^2  -  2 / n sum_i <x_i, y_i>
 
@@ -220,15 +239,18 @@ def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
     """
     if x.shape[0] < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}")
-    for name, array in (("x", x), ("y", y)):
-        warn_of(lost_variance(array, name, advice="take features about their mean"))
+    advice = "take features about their mean"
+    warn_of(lost_variance(x, advice=advice))
+    warn_of(lost_variance(y, "y", advice=advice))
     return _contrastive(x, y)
 
 
 @jax.jit
 def _contrastive(x: Array, y: Array) -> Array:
     n = x.shape[0]
-    return _off_diagonal_squares(x, y) / float(n * (n - 1)) - (2.0 / n) * jnp.sum(x * y)
+    mismatched = _off_diagonal_squares(x, y) / float(n * (n - 1))
+    matched = (2.0 / n) * jnp.sum(x * y)
+    return mismatched - matched
 
 
 @validated
@@ -244,7 +266,9 @@ def autoencoder_loss(
     alpha_lin: Scalar = 1.0,
     alpha_pred: Scalar = 1.0,
 ) -> Loss:
-    """Return the loss of an autoencoder with a linear map K of its latent state: means over samples and entries.
+    """Return the loss of an autoencoder with a linear map K of its latent state.
+
+    Means are over samples and entries:
 
         alpha_rec mean (x - dec(enc(x)))^2  +  alpha_lin mean (enc(y) - K enc(x))^2
             +  alpha_pred mean (y - dec(K enc(x)))^2
@@ -264,16 +288,18 @@ def autoencoder_loss(
         Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear
         dynamics.
     """
-    parts = (
-        ("alpha_rec", alpha_rec, x, x_rec),
-        ("alpha_lin", alpha_lin, y_enc, x_evo),
-        ("alpha_pred", alpha_pred, y, y_pred),
-    )
-    terms = []
-    for name, weight, target, guess in parts:
-        check_non_negative(name, weight)
-        terms.append(weight * jnp.mean((jnp.asarray(target) - jnp.asarray(guess)) ** 2))
-    return terms[0] + terms[1] + terms[2]
+    check_non_negative("alpha_rec", alpha_rec)
+    check_non_negative("alpha_lin", alpha_lin)
+    check_non_negative("alpha_pred", alpha_pred)
+    reconstruction = alpha_rec * _mean_square(x, x_rec)
+    latent_step = alpha_lin * _mean_square(y_enc, x_evo)
+    prediction = alpha_pred * _mean_square(y, y_pred)
+    return reconstruction + latent_step + prediction
+
+
+def _mean_square(target: Array | np.ndarray, estimate: Array | np.ndarray) -> Array:
+    residual = jnp.asarray(target) - jnp.asarray(estimate)
+    return jnp.mean(residual**2)
 
 
 @validated
@@ -284,14 +310,14 @@ def energy_loss(
     grad_weight: Scalar = 1e-3,
     form: str = "energy",
 ) -> Loss:
-    """Return a loss for the generator L of a reversible diffusion, from features and their gradients.
+    """Return a loss for the generator L of a reversible diffusion, from features and gradients.
 
     With D = sum_k E[d_k x d_k x^T], so that <f, -L g> = E[grad f . grad g] (overdamped Langevin,
     unit diffusion):
 
         "energy":   tr(W^2) - 2 tr(C),              W = C + a D,   C = E[x x^T],   a = grad_weight
-        "pooled":   E_{s,t} k(s, t)^2 - 2 tr(C),    k(s, t) = <x(s), x(t)> + a sum_k <d_k x(s), d_k
-        x(t)>
+        "pooled":   E_{s,t} k(s, t)^2 - 2 tr(C),
+                    k(s, t) = <x(s), x(t)> + a sum_k <d_k x(s), d_k x(t)>
 
     The minimum of the energy form is -sum_{i < d} (1 + a e_i)^{-2}, with the smallest eigenvalues
     e_i of -L; minimisers span their eigenfunctions. The pooled form, kooplearn's, does not rank
@@ -325,18 +351,21 @@ def _energy(x: Array, jac: Array, grad_weight: Scalar, form: str) -> Array:
         # Then the loss is |A^{-1} - sum_i x_i (x_i, .)|_HS^2 minus a constant, A = 1 - a L, in the
         # product <f, A g>.
         rows = jnp.moveaxis(jac, 2, 1).reshape(-1, d)
-        squares = jnp.sum((product(x.T, x) + grad_weight * product(rows.T, rows)) ** 2)
+        covariance = product(x.T, x) + grad_weight * product(rows.T, rows)
+        squares = jnp.sum(covariance**2)
     else:
         # <d_k x_l, x_j>^2 in place of |d_k x_l|^2 |x_j|^2: to first order in a, only the part of a
         # gradient in the span of the features is penalised.
         flat = jac.reshape(n, -1)
         if n <= d + flat.shape[1]:
-            squares = jnp.sum((product(x, x.T) + grad_weight * product(flat, flat.T)) ** 2)
+            kernel = product(x, x.T) + grad_weight * product(flat, flat.T)
+            squares = jnp.sum(kernel**2)
         else:  # the same sum without the n x n matrix; every term is non-negative
-            squares = jnp.sum(product(x.T, x) ** 2) + grad_weight**2 * jnp.sum(
-                product(flat.T, flat) ** 2
-            )
-            squares = squares + 2 * grad_weight * jnp.sum(product(x.T, flat) ** 2)
+            feature_squares = jnp.sum(product(x.T, x) ** 2)
+            gradient_squares = jnp.sum(product(flat.T, flat) ** 2)
+            mixed_squares = jnp.sum(product(x.T, flat) ** 2)
+            squares = feature_squares + grad_weight**2 * gradient_squares
+            squares = squares + 2 * grad_weight * mixed_squares
     return squares / float(n * n) - (2.0 / n) * jnp.sum(x**2)
 
 
@@ -345,8 +374,8 @@ def _energy(x: Array, jac: Array, grad_weight: Scalar, form: str) -> Array:
 def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
     """Return an unbiased estimate of the distance of features from orthonormal and centred.
 
-        1/d (|C - I|_F^2 + 2 |m|^2)  =  1/d (tr C^2 - 2 tr C + d + 2 |m|^2),     C the covariance, m
-        the mean of x
+        1/d (|C - I|_F^2 + 2 |m|^2)  =  1/d (tr C^2 - 2 tr C + d + 2 |m|^2),
+        C the covariance, m the mean of x
 
     The estimate of tr C^2 is the average of ((x_i - x_j) . (x_k - x_l))^2 / 4 over all quadruples
     of different samples.
@@ -373,22 +402,26 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
     # samples, because it pairs each sample with itself, as does a product with a permuted batch
     # (kooplearn).
     if key is None:
-        square = _off_diagonal_squares(centred, centred) - 2.0 / (n - 2) * jnp.sum(norms**2)
-        square = (square + (n - 1) / (n - 2) * trace**2) / float(n * (n - 3))
+        square = _off_diagonal_squares(centred, centred)
+        square = square - 2.0 / (n - 2) * jnp.sum(norms**2)
+        square = square + (n - 1) / (n - 2) * trace**2
+        square = square / float(n * (n - 3))
     else:
         # Two steps of a random cycle share no sample. For 64 samples of 5 features the deviation is
         # six times larger.
         cycle = jax.random.permutation(key, centred)
         steps = cycle - jnp.roll(cycle, 1, 0)
-        square = jnp.mean(jnp.sum(steps * jnp.roll(steps, 2, 0), 1) ** 2) / 4
-    mean = jnp.sum(jnp.mean(x, 0) ** 2) - trace / n
-    return (square - 2 * trace + d + 2 * mean) / d
+        products = jnp.sum(steps * jnp.roll(steps, 2, 0), 1)
+        square = jnp.mean(products**2) / 4
+    mean = jnp.mean(x, 0)
+    mean_square = jnp.sum(mean**2) - trace / n
+    return (square - 2 * trace + d + 2 * mean_square) / d
 
 
 @validated
 @jax.jit
 def orthonormal_logfro_reg(x: Features) -> Loss:
-    """Return the distance of features from orthonormal and centred, with a barrier against collapse.
+    """Return the distance of features from orthonormal and centred, with a barrier to collapse.
 
         1/d tr(C^2 - C - log C) + 2 |m|^2,     C the covariance, m the mean of x
 
@@ -404,16 +437,19 @@ def orthonormal_logfro_reg(x: Features) -> Loss:
         Kostic, Novelli, Grazzi, Lounici and Pontil (2024), see `dpnets_loss`, metric distortion
         loss.
     """
-    return _deformation(jnp.linalg.eigvalsh(_covariance(centre(x)))) / x.shape[1] + 2 * jnp.sum(
-        jnp.mean(x, 0) ** 2
-    )
+    covariance = _covariance(centre(x))
+    eigenvalues = jnp.linalg.eigvalsh(covariance)
+    mean = jnp.mean(x, 0)
+    return _deformation(eigenvalues) / x.shape[1] + 2 * jnp.sum(mean**2)
 
 
-def _deformation(values: Array) -> Array:
+def _deformation(eigenvalues: Array) -> Array:
     """Return R = sum of l^2 - l - log l over the eigenvalues of a covariance, in rising order."""
-    floor = values.shape[0] * float(jnp.finfo(values.dtype).eps)
-    kept = values > floor * jnp.maximum(values[-1], 1.0)
-    return jnp.sum(values**2 - values - jnp.log(jnp.where(kept, values, floor)))
+    floor = eigenvalues.shape[0] * rounding_unit(eigenvalues)
+    is_resolved = eigenvalues > floor * jnp.maximum(eigenvalues[-1], 1.0)
+    excess = eigenvalues**2 - eigenvalues
+    logarithms = jnp.log(jnp.where(is_resolved, eigenvalues, floor))
+    return jnp.sum(excess - logarithms)
 
 
 def _off_diagonal_squares(x: Array, y: Array) -> Array:
@@ -422,8 +458,12 @@ def _off_diagonal_squares(x: Array, y: Array) -> Array:
     # Long batches do without an n x n matrix: if all true pairs have one inner product, the
     # subtracted diagonal is at most half of the sum. In short batches it could be nearly all of it.
     if n <= 2 * d:
-        return jnp.sum(jnp.where(jnp.eye(n, dtype=bool), 0.0, product(x, y.T)) ** 2)
-    return jnp.sum(product(x.T, x) * product(y.T, y)) - jnp.sum(jnp.sum(x * y, 1) ** 2)
+        is_diagonal = jnp.eye(n, dtype=bool)
+        products = jnp.where(is_diagonal, 0.0, product(x, y.T))
+        return jnp.sum(products**2)
+    total = jnp.sum(product(x.T, x) * product(y.T, y))
+    diagonal = jnp.sum(x * y, 1)
+    return total - jnp.sum(diagonal**2)
 
 
 def _covariance(x: Array) -> Array:
@@ -432,8 +472,20 @@ def _covariance(x: Array) -> Array:
 
 def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
     """Return whitening maps of x and y, [2, d, d], and C_xy of the whitened features, [d, d]."""
+    eps = rounding_unit(x)
+    map_x, features_x, root_x = _whiten(x, eps, jnp.zeros((), x.dtype), center)
+    map_y, features_y, root_y = _whiten(y, eps, root_x[0, 0], center)
+    cross = product(features_x.T, features_y) / x.shape[0]
+    cross = product(product(root_x, cross), root_y)
+    return jnp.stack([map_x, map_y]), cross
+
+
+def _whiten(x: Array, eps: float, earlier: Array, center: bool) -> tuple[Array, Array, Array]:
+    """Return the whitening map M of x, nearly white features F and C_F^{-1/2}: x M = F C_F^{-1/2}.
+
+    Decompositions run after the scalar `earlier`.
+    """
     n, d = x.shape
-    eps = float(jnp.finfo(x.dtype).eps)
     # Sums over n samples round: null directions of three features have 0.2 sqrt(n) units, of more
     # features 2.
     rtol = eps * max(d, 0.5 * n**0.5)
@@ -441,32 +493,31 @@ def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
     # A covariance in float32 resolves deviations down to a thousandth of the largest, so features
     # are scaled, nearly whitened, and then whitened with a cut-off. The first two maps are
     # constants, because the result does not depend on them.
-    columns, roots, maps = [], [], []
-    last = jnp.zeros((), x.dtype)
-    for raw in (x, y):
-        side = centre(raw) if center else raw
-        size, level = (_root_mean_square(lax.stop_gradient(part)) for part in (side, raw))
-        kept = size > 8 * eps * level  # otherwise constant up to rounding
-        scale = jnp.where(kept, 1 / jnp.where(kept, size, 1.0), 0.0)
-        side = side * scale[None]
-        values, vectors = jnp.linalg.eigh(_after(last, lax.stop_gradient(_covariance(side))))
-        values = jnp.maximum(values, 0.0)
-        nearly = vectors * lax.rsqrt(values + rtol * jnp.maximum(values[-1], 1.0))[None]
-        side = product(side, nearly)
-        root = psd_power(_covariance(side), -0.5, rtol=rtol)
-        last = root[0, 0]
-        columns.append(side)
-        roots.append(root)
-        maps.append(scale[:, None] * product(nearly, root))
-    return jnp.stack(maps), product(
-        product(roots[0], product(columns[0].T, columns[1]) / n), roots[1]
-    )
+    features = x
+    if center:
+        features = centre(x)
+    size = _root_mean_square(lax.stop_gradient(features))
+    size_with_mean = _root_mean_square(lax.stop_gradient(x))
+    is_varying = size > 8 * eps * size_with_mean  # otherwise constant up to rounding
+    scale = ratio_or_zero(1.0, size, is_varying)
+    features = features * scale[None]
+
+    covariance = _after(earlier, lax.stop_gradient(_covariance(features)))
+    eigenvalues, eigenvectors = jnp.linalg.eigh(covariance)
+    eigenvalues = jnp.maximum(eigenvalues, 0.0)
+    floor = rtol * jnp.maximum(eigenvalues[-1], 1.0)
+    rough_map = eigenvectors * lax.rsqrt(eigenvalues + floor)[None]
+    features = product(features, rough_map)
+
+    root = psd_power(_covariance(features), -0.5, rtol=rtol)
+    return scale[:, None] * product(rough_map, root), features, root
 
 
 def _root_mean_square(x: Array) -> Array:
     """Return the root mean square of every column, even if squares overflow or vanish."""
-    top = jnp.max(jnp.abs(x), 0)
-    return top * jnp.sqrt(jnp.mean((x / jnp.where(top > 0, top, 1.0)[None]) ** 2, 0))
+    largest = jnp.max(jnp.abs(x), 0)
+    scaled = x / positive_or_one(largest)[None]
+    return largest * jnp.sqrt(jnp.mean(scaled**2, 0))
 
 
 def _after(earlier: Array, array: Array) -> Array:
@@ -477,14 +528,14 @@ def _after(earlier: Array, array: Array) -> Array:
 
 def _check_enough(name: str, x: Array | np.ndarray, size: int, center: bool) -> None:
     """Raise if with so few samples any features are perfectly correlated."""
-    least = size + (2 if center else 1)
-    if x.shape[0] < least:
-        fail(
-            name,
-            f"hold at least {least} samples for {size} features{', centred' if center else ''}",
-            x.shape[0],
-            "With fewer the score is the same for any features",
-        )
+    minimum = size + 1
+    kind = ""
+    if center:
+        minimum = size + 2
+        kind = ", centred"
+    if x.shape[0] < minimum:
+        expected = f"hold at least {minimum} samples for {size} features{kind}"
+        fail(name, expected, x.shape[0], "With fewer the score is the same for any features")
 
 
 def _check_schatten_norm(schatten_norm: int) -> None:

@@ -28,23 +28,27 @@ def first_line(error: Exception) -> str:
 
 def build_network(name: str, network: Network, *, key: PRNGKey) -> Any:
     """Return `network`, or if it is a function its value at `key`, with JAX arrays."""
-    wanted = "be an Equinox module that takes one example, or a function from a key to one"
+    expected = "be an Equinox module that takes one example, or a function from a key to one"
     if isinstance(network, type):
-        fail_kind(name, wanted, f"the class {network.__name__}")
-    try:
-        made = network if isinstance(network, eqx.Module) else network(key)
-    except Exception as error:  # any error means that it does not take a key
-        got = f"a function that fails on a key: {first_line(error)!r}"
-        raise TypeError(f"`{name}` must {wanted}, got {got}.") from error
-    if not isinstance(made, eqx.Module) or not callable(made):
-        fail_kind(
-            name,
-            wanted,
-            type(made).__name__ if made is network else f"a function to {type(made).__name__}",
-        )
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, made
-    )
+        fail_kind(name, expected, f"the class {network.__name__}")
+
+    module = network
+    if not isinstance(network, eqx.Module):
+        try:
+            module = network(key)
+        except Exception as error:  # any error means that it does not take a key
+            received = f"a function that fails on a key: {first_line(error)!r}"
+            raise TypeError(f"`{name}` must {expected}, got {received}.") from error
+    if not isinstance(module, eqx.Module) or not callable(module):
+        received = type(module).__name__
+        if module is not network:
+            received = f"a function to {received}"
+        fail_kind(name, expected, received)
+
+    def as_jax(leaf: Any) -> Any:
+        return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    return jax.tree.map(as_jax, module)
 
 
 def _encoder(encoder: Network | None, features: int, init: str, key: PRNGKey) -> Any:
@@ -54,7 +58,7 @@ def _encoder(encoder: Network | None, features: int, init: str, key: PRNGKey) ->
 
 
 class FeatureMap(eqx.Module):
-    """Encoder with an optional fixed norm of its output, and a linear head for the features one lag later.
+    """Encoder with an optional fixed norm of its output, and a linear head for lagged features.
 
     VAMP does not depend on the norm. The spectral contrastive loss of d features trains in a few
     epochs with norm sqrt(d), and stays at -1 for thousands of steps with norm 1. A fixed norm suits
@@ -62,7 +66,7 @@ class FeatureMap(eqx.Module):
 
     Attributes:
         encoder: Network from a state to features.
-        lagged_head: Linear layer without bias, from the normalised features.
+        lagged_head: Linear layer without bias, from the normalised features to those one lag later.
         feature_norm: Norm of the features; None leaves the encoder's output unchanged.
     """
 
@@ -96,25 +100,24 @@ class FeatureMap(eqx.Module):
         check_count("features", features, minimum=1)
         if feature_norm is not None:
             check_positive("feature_norm", feature_norm)
-        first, second = jax.random.split(key)
+        encoder_key, head_key = jax.random.split(key)
         self.feature_norm = feature_norm
-        self.encoder = _encoder(encoder, features, init, first)
-        self.lagged_head = Affine(features, features, bias=False, init=init, key=second)
+        self.encoder = _encoder(encoder, features, init, encoder_key)
+        self.lagged_head = Affine(features, features, bias=False, init=init, key=head_key)
 
     def __call__(self, state: Float[Array | np.ndarray, "*state"]) -> Float[Array, " features"]:
         """Return the features of one state, of norm `feature_norm` unless it is None."""
         features = self.encoder(jnp.asarray(state))
         width = self.lagged_head.weight.shape[-2]
-        if jnp.shape(features) != (width,):
-            fail(
-                "encoder",
-                f"make a vector of {width} features, as `features` says",
-                f"shape {jnp.shape(features)}",
-            )
+        shape = jnp.shape(features)
+        if shape != (width,):
+            expected = f"make a vector of {width} features, as `features` says"
+            fail("encoder", expected, f"shape {shape}")
         if self.feature_norm is None:
             return features
         # Clipped, because the root has no finite derivative at zero.
-        return features * (self.feature_norm * lax.rsqrt(jnp.maximum(jnp.sum(features**2), 1e-24)))
+        square = jnp.maximum(jnp.sum(features**2), 1e-24)
+        return features * (self.feature_norm * lax.rsqrt(square))
 
     def lagged(self, state: Float[Array | np.ndarray, "*state"]) -> Float[Array, " features"]:
         """Return the lagged head's features of a state."""
@@ -179,7 +182,8 @@ class Autoencoder(eqx.Module):
         """Return the map K of one lag, which multiplies features from the right."""
         if not self.orthogonal:
             return self.dynamics
-        skew, eye = self.dynamics - self.dynamics.T, jnp.eye(self.dynamics.shape[0])
+        skew = self.dynamics - self.dynamics.T
+        eye = jnp.eye(self.dynamics.shape[0])
         # Without the square, angles near 180 degrees would need a large S, which training reaches
         # late.
         half = jnp.linalg.solve(eye + skew, eye - skew)

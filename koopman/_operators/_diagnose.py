@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -17,12 +16,14 @@ from koopman._operators._findings import (
     lost_variance,
     unconverged,
 )
-from koopman._operators._kernels import KernelMap, Linear, Operator, gram
+from koopman._operators._kernels import Fitting, KernelMap, Linear, Operator, gram
+from koopman._operators._numerics import rounding_unit
 from koopman._operators._pairs import Moments
 
 ROWS = 4000
-"""Most rows of a regression on few features, and the operations that it may take on many."""
+"""Largest number of rows of a regression on few features."""
 _OPERATIONS = 2e9
+"""Largest number of operations of a regression on many features."""
 
 
 @validated
@@ -76,107 +77,122 @@ def _check_data(operator: Operator, x: Any, y: Any) -> None:
         check_finite("x", x)
         check_finite("y", y)
         width = x.shape[1]
-    wanted = encode.centres.shape[1] if isinstance(encode, KernelMap) else encode.matrix.shape[0]
-    if width != wanted:
-        fail("x", f"have {wanted} columns, as the operator was fitted", width)
+    fitted = encode.centres.shape[1] if isinstance(encode, KernelMap) else encode.matrix.shape[0]
+    if width != fitted:
+        fail("x", f"have {fitted} columns, as the operator was fitted", width)
 
 
 def findings_of(operator: Operator, x: Any, y: Any) -> Iterator[Finding]:
-    """Yield what `diagnose` returns."""
-    fitting, encode = operator.fitting, operator.encode
+    """Yield the findings that `diagnose` returns."""
+    fitting = operator.fitting
     if fitting is not None:
-        yield from unconverged(fitting.residual, float(jnp.finfo(operator.core.dtype).eps))
-        if fitting.compared:
-            yield from large_alpha(
-                operator.alpha, fitting.variance, fitting.trace, fitting.compared
-            )
-        if fitting.squares is not None:
-            yield from _small_columns(np.asarray(fitting.squares), float(operator.alpha))
-        yield from _few_directions(operator, fitting.ranked)
-        yield from _equal_values(
-            np.asarray(operator.singular_values), np.asarray(fitting.rest), float(fitting.cutoff)
-        )
-        yield from _rounding(operator)
+        yield from _findings_of_fit(operator, fitting)
     if isinstance(x, Moments):
         yield from _regression(operator, _rows_of_moments(x))
         return
-    centred = fitting is not None and fitting.centred
+
+    encode = operator.encode
     if not isinstance(encode, KernelMap):
-        if not centred:
+        is_centred = fitting is not None and fitting.settings.is_centred
+        if not is_centred:
             yield from lost_variance(x)
         yield from _few_pairs(x, operator)
-        yield from _regression(operator, _some_rows(x, y, centred))
+        yield from _regression(operator, _rows_of_pairs(x, y, is_centred))
         return
-    width, num_centres = x.shape[1], len(encode.centres)
-    if num_centres == len(x):
-        yield from kernel_findings(
-            encode.centres, gram(encode.kernel, encode.centres, encode.centres)
-        )
+
+    centres = encode.centres
+    if len(centres) == len(x):
+        yield from kernel_findings(centres, gram(encode.kernel, centres, centres))
     # The span of few centres, or of few states, is not that of the features.
-    if type(encode.kernel) is Linear and width < len(x) and width <= num_centres:
-        yield from _regression(operator, _some_rows(x, y, centred=False))
+    width = x.shape[1]
+    if type(encode.kernel) is Linear and width < len(x) and width <= len(centres):
+        yield from _regression(operator, _rows_of_pairs(x, y, is_centred=False))
+
+
+def _findings_of_fit(operator: Operator, fitting: Fitting) -> Iterator[Finding]:
+    compared = fitting.settings.compared
+    alpha = float(operator.alpha)
+    yield from unconverged(fitting.residual, rounding_unit(operator.core))
+    if compared:
+        yield from large_alpha(alpha, fitting.variance, fitting.trace, compared)
+    if fitting.squares is not None:
+        yield from _small_columns(np.asarray(fitting.squares), alpha)
+    if fitting.settings.has_rank:
+        yield from _few_directions(operator)
+    values = np.asarray(operator.singular_values)
+    trailing_values = np.asarray(fitting.trailing_values)
+    yield from _equal_values(values, trailing_values, float(fitting.cutoff))
+    yield from _rounding(operator)
 
 
 def _small_columns(squares: np.ndarray, alpha: float) -> Iterator[Finding]:
-    """Yield a finding on columns so small that the default `alpha`, in proportion to all columns, suppresses them."""
-    hidden = np.flatnonzero((squares > 0) & (squares < 3 * alpha))
-    if len(hidden):
+    """Yield a finding if the default `alpha`, in proportion to all columns, suppresses columns."""
+    columns = np.flatnonzero((squares > 0) & (squares < 3 * alpha))
+    if len(columns):
         sentence = (
-            f"Column {hidden[0]} of `x` is too small beside the largest for the default `alpha` "
-            f"({len(hidden)} such): "
+            f"Column {columns[0]} of `x` is too small beside the largest for the default `alpha` "
+            f"({len(columns)} such): "
             "principal components are taken in the units of the columns."
         )
-        numbers = {"column": float(hidden[0]), "columns": float(len(hidden))}
+        numbers = {"column": float(columns[0]), "columns": float(len(columns))}
         yield Finding("small_columns", numbers, sentence, "Bring them to one size.")
 
 
-def _few_directions(operator: Operator, ranked: bool) -> Iterator[Finding]:
-    rank, held = operator.core.shape[0], int(operator.effective_rank)
-    if ranked and held < rank:
+def _few_directions(operator: Operator) -> Iterator[Finding]:
+    rank = operator.core.shape[0]
+    num_directions = int(operator.effective_rank)
+    if num_directions < rank:
         sentence = (
-            f"`rank` ({rank}) exceeds the {held} directions that the data hold in "
+            f"`rank` ({rank}) exceeds the {num_directions} directions that the data hold in "
             f"{operator.core.dtype}: the other "
-            f"{rank - held} latent functions are zero or rounding."
+            f"{rank - num_directions} latent functions are zero or rounding."
         )
-        yield Finding(
-            "few_directions", {"rank": rank, "directions": held}, sentence, f"Lower it to {held}."
-        )
+        numbers = {"rank": rank, "directions": num_directions}
+        yield Finding("few_directions", numbers, sentence, f"Lower it to {num_directions}.")
 
 
-def _equal_values(values: np.ndarray, rest: np.ndarray, cutoff: float) -> Iterator[Finding]:
-    """Yield a finding if the rank separates equal singular values, so that rounding chooses the directions."""
-    if not rest.size or values[-1] <= cutoff * values[0]:
+def _equal_values(
+    values: np.ndarray, trailing_values: np.ndarray, cutoff: float
+) -> Iterator[Finding]:
+    """Yield a finding if the rank separates equal singular values.
+
+    Rounding then chooses the directions.
+    """
+    if not trailing_values.size or values[-1] <= cutoff * values[0]:
         return
-    tolerance = np.finfo(values.dtype).eps ** 0.75 * values[-1]
-    if values[-1] - rest[0] > tolerance:
+    last = values[-1]
+    tolerance = np.finfo(values.dtype).eps ** 0.75 * last
+    if last - trailing_values[0] > tolerance:
         return
+
     rank = len(values)
-    num_above = int((rest >= values[-1] - tolerance).sum())
-    num_below = int((values > values[-1] + tolerance).sum())
-    ranks = [str(rank + num_above)] * (num_above < len(rest)) + [str(num_below)] * (num_below > 0)
-    gap = abs(values[-1] - rest[0])
+    gap = abs(last - trailing_values[0])
+    num_above = int((trailing_values >= last - tolerance).sum())
+    num_below = int((values > last + tolerance).sum())
+    ranks = []
+    if num_above < len(trailing_values):
+        ranks.append(str(rank + num_above))
+    if num_below > 0:
+        ranks.append(str(num_below))
+    choice = " or ".join(ranks) or f"{rank + num_above} or more"
     sentence = (
-        f"Singular values {rank} and {rank + 1} agree ({values[-1]:.6g}, gap {gap:.1g}): at rank "
+        f"Singular values {rank} and {rank + 1} agree ({last:.6g}, gap {gap:.1g}): at rank "
         f"{rank} rounding "
         "chooses which directions stay, and eigenvalues are lost."
     )
-    advice = f"Use rank {' or '.join(ranks) or f'{rank + num_above} or more'}."
-    yield Finding(
-        "equal_values",
-        {"rank": rank, "value": float(values[-1]), "gap": float(gap)},
-        sentence,
-        advice,
-    )
+    numbers = {"rank": rank, "value": float(last), "gap": float(gap)}
+    yield Finding("equal_values", numbers, sentence, f"Use rank {choice}.")
 
 
 def _rounding(operator: Operator) -> Iterator[Finding]:
-    seen = np.asarray(operator.gram_x)
-    total = seen + np.asarray(operator.penalty)
+    gram_x = np.asarray(operator.gram_x)
+    total = gram_x + np.asarray(operator.penalty)
     # U^T C_x U + B is the identity, except for unused columns. Directions are weighted by what
     # `alpha` leaves of them, because the smallest ones of ridge regression are rounding.
-    weight = np.sqrt(np.abs(np.diagonal(seen)))
-    off = np.abs(total - np.diag(np.diagonal(total) > 0))
-    error = float((off * weight[:, None] * weight[None]).max())
+    weight = np.sqrt(np.abs(np.diagonal(gram_x)))
+    is_used = np.diagonal(total) > 0
+    deviation = np.abs(total - np.diag(is_used))
+    error = float((deviation * weight[:, None] * weight[None]).max())
     if not error <= 1e-2:  # or it is NaN
         sentence = (
             f"Latent functions are orthonormal only to {error:.1g}, for the rounding of "
@@ -188,8 +204,9 @@ def _rounding(operator: Operator) -> Iterator[Finding]:
 
 
 def _few_pairs(x: Array | np.ndarray, operator: Operator) -> Iterator[Finding]:
-    """Yield a finding if the operator has more directions than there are pairs, as of transposed data."""
-    if operator.core.shape[0] > x.shape[0]:
+    """Yield a finding if the operator has more directions than pairs, as of transposed data."""
+    rank = operator.core.shape[0]
+    if rank > x.shape[0]:
         sentence = (
             "There are fewer pairs than directions of the operator, and eigenvalues of "
             "the rest are zero."
@@ -199,13 +216,11 @@ def _few_pairs(x: Array | np.ndarray, operator: Operator) -> Iterator[Finding]:
             "[time, features], a "
             "lower rank is enough."
         )
-        yield Finding(
-            "few_pairs", {"pairs": x.shape[0], "rank": operator.core.shape[0]}, sentence, advice
-        )
+        yield Finding("few_pairs", {"pairs": x.shape[0], "rank": rank}, sentence, advice)
 
 
 class _Rows(NamedTuple):
-    """Rows of a regression: those of pairs in the order of time, or rows with the same products."""
+    """Rows of pairs in the order of time, or rows with the same products, for a regression."""
 
     x: np.ndarray  # features of the states, [m, d]
     y: np.ndarray  # features of the successors, [m, d]
@@ -214,96 +229,119 @@ class _Rows(NamedTuple):
     slack: float  # share of the column of ones below which it is in the span of the features
 
 
-def _some_rows(x: Any, y: Any, centred: bool) -> _Rows:
+def _rows_of_pairs(x: Any, y: Any, is_centred: bool) -> _Rows:
     width = x.shape[1]
-    most = max(3 * width // 2, min(ROWS, int(_OPERATIONS / (4 * width**2))))
-    some = np.sort(permutation(x.shape[0])[: max(most, 2)])
-    now, later = (np.asarray(part)[some].astype(float) for part in (x, y))
-    if centred:
-        now, later = now - now.mean(0), later - later.mean(0)
-    return _Rows(now, later, None if centred else np.ones(len(some)), float(len(some)), 1e-20)
+    num_affordable = min(ROWS, int(_OPERATIONS / (4 * width**2)))
+    num_rows = max(3 * width // 2, num_affordable, 2)
+    indices = np.sort(permutation(x.shape[0])[:num_rows])
+    rows_x = np.asarray(x)[indices].astype(float)
+    rows_y = np.asarray(y)[indices].astype(float)
+    ones = np.ones(len(indices))
+    if is_centred:
+        rows_x = rows_x - rows_x.mean(0)
+        rows_y = rows_y - rows_y.mean(0)
+        ones = None
+    return _Rows(rows_x, rows_y, ones, float(len(indices)), 1e-20)
 
 
 def _rows_of_moments(x: Moments) -> _Rows:
-    width, eps, count = x.widths[0], float(jnp.finfo(x.root.dtype).eps), float(x.count)
+    width = x.widths[0]
+    eps = rounding_unit(x.root)
+    count = float(x.count)
     root = np.asarray(x.root, float)[: 2 * width, : 2 * width]
-    mean = np.concatenate([np.asarray(x.mean_x, float), np.asarray(x.mean_y, float)])
-    rest = np.asarray(x.rest, float)[1 : 1 + 2 * width]
-    # Moments hold only the products of a column of ones with the data. What lies beyond their span
-    # gets a row.
-    ones = np.linalg.lstsq(root.T, count * (mean + rest), rcond=8 * width * eps)[0]
-    ones = np.append(ones, max(0.0, count - ones @ ones) ** 0.5)
-    now, later = np.split(np.pad(root, ((0, 1), (0, 0))), 2, 1)
-    return _Rows(now, later, None if x.center else ones, count, 8 * eps)
+    ones = None
+    if not x.center:
+        # Moments hold only the products of a column of ones with the data. Its part beyond the
+        # span of the data gets a row.
+        mean = np.concatenate([np.asarray(x.mean_x, float), np.asarray(x.mean_y, float)])
+        mean = mean + np.asarray(x.rest, float)[1 : 1 + 2 * width]
+        ones = np.linalg.lstsq(root.T, count * mean, rcond=8 * width * eps)[0]
+        beyond = max(0.0, count - ones @ ones) ** 0.5
+        ones = np.append(ones, beyond)
+    rows_x, rows_y = np.split(np.pad(root, ((0, 1), (0, 0))), 2, 1)
+    return _Rows(rows_x, rows_y, ones, count, 8 * eps)
 
 
 def _regression(operator: Operator, rows: _Rows) -> Iterator[Finding]:
-    """Yield findings if `alpha` suppresses predictive directions, or if an intercept is missing, by F tests."""
-    eps = float(jnp.finfo(operator.core.dtype).eps)
+    """Yield findings of suppressed predictive directions or a missing intercept, by F tests."""
+    eps = rounding_unit(operator.core)
     alpha = float(operator.alpha) if operator.given else 0.0
-    left, sizes = _span_of(rows.x, eps, alpha)
+    basis, sizes = _span_of(rows.x, eps, alpha)
+    coefficients = basis.T @ rows.y
+    residual = rows.y - basis @ coefficients
     freedom = float(rows.num_pairs - len(sizes))
-    held = left.T @ rows.y
-    rest, floor = rows.y - left @ held, (8 * eps) ** 2 * np.sum(rows.y**2)
-    whole = operator.fitting is not None and operator.fitting.whole
-    size = rows.x.shape[1] if whole else operator.core.shape[0]
-    share = alpha / (sizes**2 / rows.num_pairs + alpha) if alpha else np.zeros(len(sizes))
-    suppressed = (share**4 > 0.01) & (np.arange(len(sizes)) < size)
-    if freedom >= 1 and suppressed.any():
-        ratio = np.mean(np.sum(held[suppressed] ** 2, 1)) / max(np.sum(rest**2) / freedom, floor)
+    floor = (8 * eps) ** 2 * np.sum(rows.y**2)
+
+    num_directions = operator.core.shape[0]
+    if operator.fitting is not None and operator.fitting.settings.inverts_all:
+        num_directions = rows.x.shape[1]
+    share = np.zeros(len(sizes))
+    if alpha:
+        share = alpha / (sizes**2 / rows.num_pairs + alpha)
+    is_suppressed = (share**4 > 0.01) & (np.arange(len(sizes)) < num_directions)
+    if freedom >= 1 and is_suppressed.any():
+        num_suppressed = int(is_suppressed.sum())
+        signal = np.mean(np.sum(coefficients[is_suppressed] ** 2, 1))
+        noise = max(np.sum(residual**2) / freedom, floor)
+        ratio = signal / noise
         if ratio > 10:
             sentence = (
-                f"`alpha` ({alpha:.3g}) suppresses {suppressed.sum()} directions of the features "
+                f"`alpha` ({alpha:.3g}) suppresses {num_suppressed} directions of the features "
                 "that predict (F = "
                 f"{ratio:.2g}): forecasts and eigenvalues are not those of the data."
             )
-            numbers = {"alpha": alpha, "directions": int(suppressed.sum()), "F": float(ratio)}
+            numbers = {"alpha": alpha, "directions": num_suppressed, "F": float(ratio)}
             yield Finding("suppressed_directions", numbers, sentence, "Lower it, or leave it out.")
     if rows.ones is not None and freedom >= 2:
-        yield from _intercept(rows, left, rest, freedom, floor)
+        yield from _intercept(rows, basis, residual, freedom, floor)
 
 
 def _span_of(x: np.ndarray, eps: float, alpha: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return an orthonormal basis of the columns' span [m, k], and with an `alpha` the singular values [k]."""
+    """Return an orthonormal basis of the columns' span, [m, k].
+
+    Return also the singular values [k], or without an `alpha` numbers near them.
+    """
     width = x.shape[1]
-    if alpha:
-        left, sizes, _ = np.linalg.svd(x, full_matrices=False)
-        is_kept = sizes > width * eps * sizes[0]
-        return left[:, is_kept], sizes[is_kept]
-    # Without `alpha` the rank must not depend on the units of the columns.
-    largest = np.abs(x).max(0)
-    x = x / np.where(largest > 0, largest, 1.0)
-    if len(x) > width:
-        left, root = np.linalg.qr(x)
-        diagonal = np.abs(np.diagonal(root))
-        if diagonal.min() > width * eps * np.linalg.norm(root, axis=0).max() * 8:
-            return left, diagonal
-    left, sizes, _ = np.linalg.svd(x, full_matrices=False)
+    if not alpha:
+        # Without `alpha` the rank must not depend on the units of the columns.
+        largest = np.abs(x).max(0)
+        x = x / np.where(largest > 0, largest, 1.0)
+        if len(x) > width:
+            basis, root = np.linalg.qr(x)
+            diagonal = np.abs(np.diagonal(root))
+            largest_norm = np.linalg.norm(root, axis=0).max()
+            if diagonal.min() > width * eps * largest_norm * 8:
+                return basis, diagonal
+    left_vectors, sizes, _ = np.linalg.svd(x, full_matrices=False)
     is_kept = sizes > width * eps * sizes[0]
-    return left[:, is_kept], sizes[is_kept]
+    return left_vectors[:, is_kept], sizes[is_kept]
 
 
 def _intercept(
-    rows: _Rows, left: np.ndarray, rest: np.ndarray, freedom: float, floor: float
+    rows: _Rows, basis: np.ndarray, residual: np.ndarray, freedom: float, floor: float
 ) -> Iterator[Finding]:
-    """Yield a finding if a column of ones lowers the residual `rest` of a regression on the basis `left`."""
-    left_over = rows.ones - left @ (left.T @ rows.ones)
-    length = left_over @ left_over
+    """Yield a finding if a column of ones lowers the residual of a regression on the basis."""
+    remainder = rows.ones - basis @ (basis.T @ rows.ones)
+    length = remainder @ remainder
     if not length > rows.slack * rows.num_pairs:
         return
-    square = np.sum((left_over @ rest) ** 2)
+    product = remainder @ residual
+    square = np.sum(product**2)
     gain = square / length
-    ratio = gain / max((np.sum(rest**2) - gain) / (freedom - 1), floor)
+    total = np.sum(residual**2)
+    noise = max((total - gain) / (freedom - 1), floor)
+    ratio = gain / noise
     # Residuals of overlapping pairs depend on each other, so the variance is taken over blocks of
     # rows.
-    if ratio > 25 and len(rest) == rows.num_pairs:
-        off = left_over[:, None] * (rest - left_over[:, None] * (left_over @ rest) / length)
-        starts = np.linspace(0, rows.num_pairs, int(rows.num_pairs**0.5), endpoint=False).astype(
-            int
-        )
-        ratio = min(ratio, square / max(np.sum(np.add.reduceat(off, starts) ** 2), floor * length))
+    if ratio > 25 and len(residual) == rows.num_pairs:
+        scores = remainder[:, None] * (residual - remainder[:, None] * product / length)
+        num_blocks = int(rows.num_pairs**0.5)
+        starts = np.linspace(0, rows.num_pairs, num_blocks, endpoint=False).astype(int)
+        block_sums = np.add.reduceat(scores, starts)
+        variance = max(np.sum(block_sums**2), floor * length)
+        ratio = min(ratio, square / variance)
     if ratio > 25:
-        share = gain / np.sum(rest**2)
+        share = gain / total
         sentence = (
             f"A column of ones lowers the squared residual of one step by {100 * share:.2g} % (F "
             f"= {ratio:.2g}), as "
@@ -313,6 +351,5 @@ def _intercept(
             "If they have one, pass center=True, which carries an intercept. It needs "
             "explicit features: no `kernel`."
         )
-        yield Finding(
-            "missing_intercept", {"F": float(ratio), "share": float(share)}, sentence, advice
-        )
+        numbers = {"F": float(ratio), "share": float(share)}
+        yield Finding("missing_intercept", numbers, sentence, advice)

@@ -17,20 +17,22 @@ from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from koopman._operators._kernels import Operator
+from koopman._operators._numerics import positive_or_one, rounding_unit
 from koopman._operators._rotations import Point, descend, norm
 
 FORMS = ("frobenius", "angular")
 Matrix = Float[Array | np.ndarray, "r r"]
 
-_SEARCH = 1e-3, 12  # gradient that separates minima, conjugate gradient steps
-_POLISH = 60  # conjugate gradient steps for the best run, which converges to rounding
-_SAME = 1e-4  # largest difference in E = |A - C B C^T|^2 / 2 of runs at one minimum
-_AGREED = 3  # number of runs at one minimum that make it credible
-_LANES = 8192  # runs in parallel on an accelerator; a CPU is faster with sequential pairs
+_SEARCH_GRADIENT = 1e-3  # gradient that separates minima
+_SEARCH_STEPS = 12  # conjugate gradient steps
+_POLISH_STEPS = 60  # conjugate gradient steps for the best run, which converges to rounding
+_ENERGY_GAP = 1e-4  # largest difference in E = |A - C B C^T|^2 / 2 of runs at one minimum
+_NUM_AGREEING = 3  # number of runs at one minimum that make it credible
+_NUM_RUNS = 8192  # runs in parallel on an accelerator; a CPU is faster with sequential pairs
 
 
 class DynamicalAlignment(Result):
-    """Best orthogonal change of coordinates between two linear dynamics, with evidence of the minimum.
+    """Best orthogonal change of coordinates between two linear dynamics, with evidence.
 
     Attributes:
         distance: |A - C B C^T|, or the angle between the two in radians.
@@ -89,8 +91,10 @@ def align_dynamics(
     >>> found.distance.round(4), jnp.linalg.det(found.rotation).round(4), bool(found.converged)
     (Array(0.5657, dtype=float32), Array(-1., dtype=float32), True)
     """
-    both = _joined(to_device(a)[None], to_device(b)[None])
-    alignments = _align(both, np.asarray([0]), np.asarray([1]), key, num_starts, num_steps, form)
+    matrices = _joined(to_device(a)[None], to_device(b)[None])
+    rows = np.asarray([0])
+    columns = np.asarray([1])
+    alignments = _align(matrices, rows, columns, key, num_starts, num_steps, form)
     return _first(alignments)
 
 
@@ -109,10 +113,10 @@ def dynamical_distance(
     num_steps: int = 100,
     form: str = "frobenius",
 ) -> Float[Array, ""]:
-    """Return the distance of `align_dynamics`: the minimum over orthogonal C of |A - C B C^T|, or the angle.
+    """Return the distance of `align_dynamics`: the minimum of |A - C B C^T|, or the angle.
 
-    For symmetric or skew A and B it is the distance of sorted eigenvalues, for normal ones at least
-    `eigenvalue_distance`.
+    The minimum is over orthogonal C. For symmetric or skew A and B it is the distance of sorted
+    eigenvalues, for normal ones at least `eigenvalue_distance`.
 
     Args:
         a: A, [r, r].
@@ -171,27 +175,34 @@ def pairwise_dynamical_distance(
     Array([[0.  , 0.25],
            [0.25, 0.  ]], dtype=float32)
     """
-    first = to_device(operators)
-    if others is not None:
-        size = first.shape[0], others.shape[0]
-        rows, columns = np.indices(size).reshape(2, -1)
-        both = _joined(first, to_device(others))
-        alignments = _align(both, rows, size[0] + columns, key, num_starts, num_steps, form)
-        _warn_unsure(alignments.converged)
-        return alignments.distance.reshape(size)
-    rows, columns = np.triu_indices(first.shape[0], 1)
-    if not rows.size:
-        return _table(first, jnp.zeros(0, first.dtype))
-    alignments = _align(first, rows, columns, key, num_starts, num_steps, form)
+    matrices = to_device(operators)
+    num_operators = matrices.shape[0]
+    if others is None:
+        rows, columns = np.triu_indices(num_operators, 1)
+        if not rows.size:
+            return _table(matrices, jnp.zeros(0, matrices.dtype))
+    else:
+        rows, columns = np.indices((num_operators, others.shape[0])).reshape(2, -1)
+        columns = num_operators + columns
+        matrices = _joined(matrices, to_device(others))
+
+    alignments = _align(matrices, rows, columns, key, num_starts, num_steps, form)
     _warn_unsure(alignments.converged)
-    return _table(first, alignments.distance)
+    if others is None:
+        return _table(matrices, alignments.distance)
+    return alignments.distance.reshape(num_operators, -1)
 
 
 @jax.jit
 def _table(matrices: Array, distances: Array) -> Array:
-    """Return all distances [m, m] from those above the diagonal, which is zero, or NaN for a matrix with NaN."""
-    diagonal = jnp.diag(finite_part(matrices)[1])
-    upper = jnp.zeros_like(diagonal).at[np.triu_indices(len(diagonal), 1)].set(distances)
+    """Return all distances [m, m] from the distances above the diagonal.
+
+    The diagonal is zero, or NaN for a matrix with NaN.
+    """
+    _, undefined = finite_part(matrices)
+    diagonal = jnp.diag(undefined)
+    indices = np.triu_indices(len(diagonal), 1)
+    upper = jnp.zeros_like(diagonal).at[indices].set(distances)
     return upper + upper.T + diagonal
 
 
@@ -202,15 +213,19 @@ def _joined(first: Array, second: Array) -> Array:
 
 
 def _warn_unsure(converged: Array) -> None:
-    if is_traced(converged) or (sure := np.asarray(converged)).all():
+    if is_traced(converged):
         return
-    what = "The distance" if sure.size == 1 else f"{(~sure).sum()} of {sure.size} distances"
-    warn(
-        f"{what} may not be the least: no three runs agree on it, or its gradient is not zero. "
-        "Raise `num_starts` or "
-        "`num_steps`, and see `align_dynamics`.",
-        UserWarning,
+    is_sure = np.asarray(converged)
+    if is_sure.all():
+        return
+    subject = "The distance"
+    if is_sure.size > 1:
+        subject = f"{(~is_sure).sum()} of {is_sure.size} distances"
+    message = (
+        f"{subject} may not be the least: no three runs agree on it, or its gradient is not zero. "
+        "Raise `num_starts` or `num_steps`, and see `align_dynamics`."
     )
+    warn(message, UserWarning)
 
 
 def _align(
@@ -222,11 +237,13 @@ def _align(
     num_steps: int,
     form: str,
 ) -> DynamicalAlignment:
-    """Return the alignments of pairs of matrices, given by their indices."""
+    """Return the alignments of the matrices with indices `rows` to those with `columns`."""
     check_choice("form", form, FORMS)
     check_count("num_starts", num_starts, minimum=1)
     check_count("num_steps", num_steps, minimum=1)
-    at_once = 1 if jax.default_backend() == "cpu" else max(1, _LANES // (2 * num_starts))
+    at_once = 1
+    if jax.default_backend() != "cpu":
+        at_once = max(1, _NUM_RUNS // (2 * num_starts))
     return _solve(matrices, rows, columns, key, num_starts, num_steps, form, at_once)
 
 
@@ -242,67 +259,80 @@ def _solve(
     at_once: int,
 ) -> DynamicalAlignment:
     matrices, undefined = finite_part(matrices)
-    rounding = float(jnp.finfo(matrices.dtype).eps) ** (
-        2 / 3
-    )  # a gradient of zero: the error of E is its square
-    prepared, turns = _prepare(
-        lax.stop_gradient(matrices), key, num_starts
-    )  # C has no part in the derivative
-    eye = jnp.broadcast_to(jnp.eye(matrices.shape[-1], dtype=matrices.dtype), turns.shape)
+    # A gradient of zero up to rounding: the error of E is its square.
+    tolerance = rounding_unit(matrices) ** (2 / 3)
+    # C has no part in the derivative.
+    prepared, rotations = _prepare(lax.stop_gradient(matrices), key, num_starts)
+    eye = jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
+    identities = jnp.broadcast_to(eye, rotations.shape)
 
-    def one(pair: tuple[Array, Array]) -> tuple[Point, Array, Array]:
-        first, second = (_Prepared(*(leaf[index] for leaf in prepared)) for index in pair)
-        bases = jnp.concatenate([first.bases, turns]), jnp.concatenate([second.bases, eye])
-        starts = jax.vmap(partial(_matched, first.unit, second.unit))(*bases)
+    def align(pair: tuple[Array, Array]) -> tuple[Point, Array, Array]:
+        row, column = pair
+        a = jax.tree.map(lambda leaf: leaf[row], prepared)
+        b = jax.tree.map(lambda leaf: leaf[column], prepared)
+        bases_a = jnp.concatenate([a.bases, rotations])
+        bases_b = jnp.concatenate([b.bases, identities])
+        starts = jax.vmap(partial(_matched, a.unit, b.unit))(bases_a, bases_b)
         starts = starts.reshape(-1, *starts.shape[2:])
-        down = partial(descend, first.unit, second.unit, num_steps=num_steps)
-        ends = jax.vmap(partial(down, tolerance=_SEARCH[0], inner=_SEARCH[1]))(starts)
-        best = jnp.argmin(ends.energy)
-        point = down(ends.rotation[best], tolerance=rounding, inner=_POLISH)
-        return point, jnp.sum(ends.energy <= ends.energy[best] + _SAME), _chord_bound(first, second)
 
-    point, agreement, bound = lax.map(one, (rows, columns), batch_size=at_once)
-    gradient = norm(point.slope)
-    bound = jnp.minimum(bound, jnp.sqrt(2 * point.energy))
-    met = jnp.sqrt(2 * point.energy) <= bound + jnp.finfo(matrices.dtype).eps ** 0.5
-    unknown = undefined[rows] + undefined[columns]
-    distance, least = jax.vmap(partial(_distance, form=form))(
-        matrices[rows], matrices[columns], point.rotation, bound
-    )
+        down = partial(descend, a.unit, b.unit, num_steps=num_steps)
+        search = partial(down, tolerance=_SEARCH_GRADIENT, num_inner_steps=_SEARCH_STEPS)
+        ends = jax.vmap(search)(starts)
+        best = jnp.argmin(ends.energy)
+        point = down(ends.rotation[best], tolerance=tolerance, num_inner_steps=_POLISH_STEPS)
+        agreement = jnp.sum(ends.energy <= ends.energy[best] + _ENERGY_GAP)
+        return point, agreement, _chord_bound(a, b)
+
+    point, agreement, bound = lax.map(align, (rows, columns), batch_size=at_once)
+    unit_distance = jnp.sqrt(2 * point.energy)
+    bound = jnp.minimum(bound, unit_distance)
+    is_bound_met = unit_distance <= bound + jnp.finfo(matrices.dtype).eps ** 0.5
+    is_credible = (agreement >= _NUM_AGREEING) | is_bound_met
+
+    undefined = undefined[rows] + undefined[columns]
+    gradient = norm(point.slope) + undefined
+    measure = jax.vmap(partial(_distance, form=form))
+    distance, bound = measure(matrices[rows], matrices[columns], point.rotation, bound)
     return DynamicalAlignment(
-        distance=distance + unknown,
+        distance=distance + undefined,
         rotation=point.rotation,
-        lower_bound=jnp.minimum(least, distance) + unknown,
-        gradient=gradient + unknown,
+        lower_bound=jnp.minimum(bound, distance) + undefined,
+        gradient=gradient,
         agreement=agreement,
-        converged=(gradient + unknown <= rounding) & ((agreement >= _AGREED) | met),
+        converged=(gradient <= tolerance) & is_credible,
     )
 
 
 def _distance(a: Array, b: Array, rotation: Array, bound: Array, form: str) -> tuple[Array, Array]:
-    """Return the distance at C, and the lower bound `bound` of matrices of norm 1 converted to the same form."""
-    unit = scale_of(jnp.maximum(jnp.max(jnp.abs(a)), jnp.max(jnp.abs(b))))
-    a, b = a / unit, b / unit
-    size_a, size_b = norm(a), norm(b)
-    if (
-        form == "angular"
-    ):  # by sine and cosine of half the angle, because an arccos would lose small angles
+    """Return the distance at C, and its lower bound from the `bound` of matrices of norm 1."""
+    largest_a = jnp.max(jnp.abs(a))
+    largest_b = jnp.max(jnp.abs(b))
+    unit = scale_of(jnp.maximum(largest_a, largest_b))
+    a = a / unit
+    b = b / unit
+    size_a = norm(a)
+    size_b = norm(b)
+    if form == "angular":
+        # By sine and cosine of half the angle, because an arccos would lose small angles.
         moved = product(rotation, product(b / size_b, rotation.T))
-        angle = 2 * jnp.arctan2(norm(a / size_a - moved), norm(a / size_a + moved))
-        return angle, 2 * jnp.arcsin(jnp.minimum(0.5 * bound, 1.0))
-    least = jnp.sqrt((size_a - size_b) ** 2 + size_a * size_b * bound**2)
-    return unit * norm(a - product(rotation, product(b, rotation.T))), unit * lax.stop_gradient(
-        least
-    )
+        sine = norm(a / size_a - moved)
+        cosine = norm(a / size_a + moved)
+        angle = 2 * jnp.arctan2(sine, cosine)
+        bound = 2 * jnp.arcsin(jnp.minimum(0.5 * bound, 1.0))
+        return angle, bound
+
+    moved = product(rotation, product(b, rotation.T))
+    bound = jnp.sqrt((size_a - size_b) ** 2 + size_a * size_b * bound**2)
+    return unit * norm(a - moved), unit * lax.stop_gradient(bound)
 
 
 class _Prepared(NamedTuple):
     """Factors of a matrix that all of its pairs share."""
 
-    unit: Array  # of norm 1: [r, r]
+    unit: Array  # the matrix divided by its norm: [r, r]
     bases: Array  # eigenvectors of k symmetric functions of the matrix: [k, r, r]
-    eigenvalues: Array  # of the symmetric part, rising: [r]
-    singular: Array  # singular values of the skew part, and of the whole: [2, r]
+    eigenvalues: Array  # eigenvalues of the symmetric part, rising: [r]
+    singular: Array  # singular values of the skew part, and of the unit matrix: [2, r]
 
 
 def _prepare(matrices: Array, key: Array, num_starts: int) -> tuple[_Prepared, Array]:
@@ -310,54 +340,77 @@ def _prepare(matrices: Array, key: Array, num_starts: int) -> tuple[_Prepared, A
     # E(C) has local minima. Half of the starts match, by rank, eigenvectors of a symmetric function
     # of A, a random combination of its symmetric part, A A^T, A^T A and A^2 + A^{2T}, to those of
     # B. If B = Q A Q^T, they are Q.
-    draw_functions, draw_turns = jax.random.split(key)
-    count, size = matrices.shape[0], matrices.shape[-1]
-    matched = (num_starts + 1) // 2
-    scaled = matrices / jax.vmap(scale_of)(jnp.max(jnp.abs(matrices), (1, 2)))[:, None, None]
+    function_key, rotation_key = jax.random.split(key)
+    num_matrices, size, _ = matrices.shape
+    num_matched = (num_starts + 1) // 2
+    num_random = num_starts - num_matched
+
+    largest = jnp.max(jnp.abs(matrices), (1, 2))
+    scaled = matrices / jax.vmap(scale_of)(largest)[:, None, None]
     norms = norm(scaled)[:, None, None]
-    unit = scaled / jnp.where(norms > 0, norms, 1.0)
-    turned = unit.mT
-    features = [unit, product(unit, turned), product(turned, unit), product(unit, unit)]
-    weights = jax.random.normal(draw_functions, (matched, len(features)), unit.dtype)
-    weights = weights.at[0].set(jnp.asarray([1.0, 0.0, 0.0, 0.0], unit.dtype))
+    unit = scaled / positive_or_one(norms)
+
+    features = [unit, product(unit, unit.mT), product(unit.mT, unit), product(unit, unit)]
+    weights = jax.random.normal(function_key, (num_matched, len(features)), unit.dtype)
+    symmetric_part = jnp.asarray([1.0, 0.0, 0.0, 0.0], unit.dtype)
+    weights = weights.at[0].set(symmetric_part)
     functions = jnp.einsum("kf,fmij->mkij", weights, jnp.stack(features), precision="highest")
+    functions = functions.reshape(-1, size, size)
+
     # Eigenvectors of a random symmetric matrix are a random orthogonal matrix, from the same
     # batched call.
-    noise = jax.random.normal(draw_turns, (num_starts - matched, size, size), unit.dtype)
-    every = jnp.concatenate([functions.reshape(-1, size, size), noise])
-    values, vectors = jnp.linalg.eigh(0.5 * (every + every.mT), symmetrize_input=False)
-    held = count * matched
+    noise = jax.random.normal(rotation_key, (num_random, size, size), unit.dtype)
+    stack = jnp.concatenate([functions, noise])
+    stack = 0.5 * (stack + stack.mT)
+    eigenvalues, vectors = jnp.linalg.eigh(stack, symmetrize_input=False)
     # A barrier orders the two, because batched LAPACK calls in parallel can hang on the CPU.
-    unit, values = lax.optimization_barrier((unit, values))
-    singular = jnp.linalg.svd(jnp.stack([0.5 * (unit - unit.mT), unit], 1), compute_uv=False)
-    bases = vectors[:held].reshape(count, matched, size, size)
-    return _Prepared(unit, bases, values[:held:matched], singular), vectors[held:]
+    unit, eigenvalues = lax.optimization_barrier((unit, eigenvalues))
+    skew = 0.5 * (unit - unit.mT)
+    pairs = jnp.stack([skew, unit], 1)
+    singular = jnp.linalg.svd(pairs, compute_uv=False)
+
+    num_functions = num_matrices * num_matched
+    bases = vectors[:num_functions].reshape(num_matrices, num_matched, size, size)
+    symmetric_eigenvalues = eigenvalues[:num_functions:num_matched]
+    prepared = _Prepared(unit, bases, symmetric_eigenvalues, singular)
+    return prepared, vectors[num_functions:]
 
 
 def _chord_bound(a: _Prepared, b: _Prepared) -> Array:
     """Return a lower bound of |A - C B C^T| for unit matrices, by Hoffman and Wielandt (1953)."""
-    # One bound is of the whole matrices, and another the sum of those of symmetric and skew parts.
-    parts = jnp.sum((a.singular - b.singular) ** 2, 1)
-    return jnp.sqrt(jnp.maximum(parts[1], parts[0] + jnp.sum((a.eigenvalues - b.eigenvalues) ** 2)))
+    # One bound is of the matrices, and another is the sum of those of symmetric and skew parts.
+    squares = jnp.sum((a.singular - b.singular) ** 2, 1)
+    symmetric_square = jnp.sum((a.eigenvalues - b.eigenvalues) ** 2)
+    return jnp.sqrt(jnp.maximum(squares[1], squares[0] + symmetric_square))
 
 
 def _matched(a: Array, b: Array, basis_a: Array, basis_b: Array) -> Array:
-    """Return C = V_a D V_b^T with greedily chosen signs D, and with one sign reversed: [2, r, r]."""
-    table = product(basis_a.T, product(a, basis_a)) * product(basis_b.T, product(b, basis_b))
-    table = (table + table.T) * (1 - jnp.eye(table.shape[0], dtype=table.dtype))
+    """Return C = V_a D V_b^T with greedily chosen signs D, and with one sign reversed.
+
+    The shape of the stack is [2, r, r].
+    """
+    turned_a = product(basis_a.T, product(a, basis_a))
+    turned_b = product(basis_b.T, product(b, basis_b))
+    table = turned_a * turned_b
+    off_diagonal = 1 - jnp.eye(table.shape[0], dtype=table.dtype)
+    table = (table + table.T) * off_diagonal
 
     # <A, C B C^T> = sum_ij d_i d_j W_ij. The next sign is that on which the earlier ones have the
     # largest effect.
     def settle(_: Array, signs: Array) -> Array:
-        pull = product(table, signs[:, None])[:, 0]
-        chosen = jnp.argmax(jnp.where(signs == 0, jnp.abs(pull), -1.0))
-        return signs.at[chosen].set(jnp.where(pull[chosen] < 0, -1.0, 1.0))
+        effects = product(table, signs[:, None])[:, 0]
+        sizes = jnp.where(signs == 0, jnp.abs(effects), -1.0)
+        strongest = jnp.argmax(sizes)
+        sign = jnp.where(effects[strongest] < 0, -1.0, 1.0)
+        return signs.at[strongest].set(sign)
 
-    signs = lax.fori_loop(0, table.shape[0], settle, jnp.zeros_like(table[0]))
-    least = jnp.argmin(signs * product(table, signs[:, None])[:, 0])
-    return product(
-        basis_a[None] * jnp.stack([signs, signs.at[least].multiply(-1.0)])[:, None], basis_b.T[None]
-    )
+    no_signs = jnp.zeros_like(table[0])
+    signs = lax.fori_loop(0, table.shape[0], settle, no_signs)
+    effects = product(table, signs[:, None])[:, 0]
+    weakest = jnp.argmin(signs * effects)
+    reversed_signs = signs.at[weakest].multiply(-1.0)
+    signs = jnp.stack([signs, reversed_signs])
+    return product(basis_a[None] * signs[:, None], basis_b.T[None])
 
 
 @validated(finite=("eigenvalues_a", "eigenvalues_b"))
@@ -366,7 +419,9 @@ def eigenvalue_distance(
     eigenvalues_a: Complex[Array | np.ndarray, " r"],
     eigenvalues_b: Complex[Array | np.ndarray, " r"],
 ) -> Float[Array, ""]:
-    """Return sqrt(min over permutations p of sum_i |l_i - m_p(i)|^2), the optimal matching of two spectra.
+    """Return the distance of two spectra under their optimal matching.
+
+        sqrt(min over permutations p of sum_i |l_i - m_p(i)|^2)
 
     For normal A and B it is min |A - C B C^*| over unitary C, hence at most `dynamical_distance`,
     and equal if a best matching maps conjugate pairs to conjugate pairs or to two real eigenvalues.
@@ -390,15 +445,16 @@ def eigenvalue_distance(
     # No real C separates a conjugate pair, but a matching may: with a small y, {1 + iy, 1 - iy, 0}
     # and {iy, -iy, 1}.
     gaps = lax.stop_gradient(eigenvalues_a[:, None] - eigenvalues_b[None])
-    rows, columns = optax.assignment.hungarian_algorithm(jnp.real(gaps) ** 2 + jnp.imag(gaps) ** 2)
-    apart = eigenvalues_a[rows] - eigenvalues_b[columns]
-    return norm(jnp.stack([apart.real, apart.imag]))
+    costs = jnp.real(gaps) ** 2 + jnp.imag(gaps) ** 2
+    rows, columns = optax.assignment.hungarian_algorithm(costs)
+    differences = eigenvalues_a[rows] - eigenvalues_b[columns]
+    return norm(jnp.stack([differences.real, differences.imag]))
 
 
 @validated
 @partial(jax.jit, static_argnames="metric")
 def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Array, "r r"]:
-    """Return A with E[v_{t+1} | v_t] = A v_t for orthonormal coordinates v of an operator's latent functions.
+    """Return A with E[v_{t+1} | v_t] = A v_t for orthonormal coordinates v of latent functions.
 
     With latent functions u, E[u_{t+1} | u_t] = u_t K (a row), and their Gram matrix N, v = N^(-1/2)
     u has A = (N^(1/2) K N^(-1/2))^T, unique up to an orthogonal change of v, with the eigenvalues
@@ -423,4 +479,6 @@ def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Arra
     """
     check_choice("metric", metric, ("data", "features"))
     gram = operator.gram_x if metric == "data" else operator.basis_gram
-    return product(psd_power(gram, 0.5), product(operator.core, psd_power(gram, -0.5))).T
+    root = psd_power(gram, 0.5)
+    inverse_root = psd_power(gram, -0.5)
+    return product(root, product(operator.core, inverse_root)).T

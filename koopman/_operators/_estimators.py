@@ -1,6 +1,6 @@
-"""Estimators G = U U^T C_xy of an evolution operator, U^T (C_x + alpha I) U = I, with different spans of U.
+"""Estimators G = U U^T C_xy of an evolution operator, with different spans of U.
 
-C_x = X^T X / n and C_xy = X^T Y / n, not centred by default.
+U^T (C_x + alpha I) U = I, C_x = X^T X / n and C_xy = X^T Y / n, not centred by default.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from dissociation._core.checks import check_count, check_non_negative, is_traced
 from dissociation._core.linalg import product
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
+from koopman._operators._numerics import rounding_unit
 from koopman._operators._subspaces import (
     Basis,
     FeatureRegression,
@@ -32,6 +33,7 @@ from koopman._operators._subspaces import (
     halved,
     leading_of,
     mixing,
+    truncated,
 )
 
 Slopes = tuple[Array, Array]
@@ -39,7 +41,10 @@ Slopes = tuple[Array, Array]
 
 
 class Estimator(eqx.Module):
-    """Base class of the estimators. Fields of a subclass are static: programs are compiled per estimator."""
+    """Base class of the estimators.
+
+    Fields of a subclass are static: programs are compiled per estimator.
+    """
 
     alpha: Scalar | None  # in units of C_x; None for `koopman._operators._pairs.default_alpha`
     size: int | None = eqx.field(static=True)  # static number of latent functions; None for all
@@ -52,16 +57,19 @@ class Estimator(eqx.Module):
     def __init__(self, rank: Rank | None, alpha: Scalar | None, solver: str | None):
         if alpha is not None:
             check_non_negative("alpha", alpha)
-        known = rank is not None and not is_traced(rank)
-        self.size = check_count("rank", rank, minimum=1) if known else None
-        self.masked = None if known or rank is None else jnp.asarray(rank)
-        self.alpha, self.solver = alpha, solver
+        self.alpha = alpha
+        self.size = None
+        self.masked = None
+        self.solver = solver
+        if is_traced(rank):
+            self.masked = jnp.asarray(rank)
+        elif rank is not None:
+            self.size = check_count("rank", rank, minimum=1)
 
     def __check_init__(self):
-        arrays = {f.name for f in dataclasses.fields(self) if not f.metadata.get("static")} - {
-            "alpha",
-            "masked",
-        }
+        fields = dataclasses.fields(self)
+        arrays = {field.name for field in fields if not field.metadata.get("static")}
+        arrays = arrays - {"alpha", "masked"}
         if arrays:
             raise TypeError(
                 "Fields of an estimator must be static, `eqx.field(static=True)`, got "
@@ -91,56 +99,64 @@ class Estimator(eqx.Module):
     def kernel_jvp(
         self, problem: KernelRegression, tangent: KernelRegression, solution: Basis
     ) -> Slopes:
-        """Return the derivatives of vectors and values along `tangent`, which keeps the rank of K."""
+        """Return the derivatives of vectors and values along a `tangent` that keeps K's rank."""
 
     def choose_kernel_solver(
         self, gram: Float[Array, "n n"], alpha: Float[Array, ""], size: int
     ) -> str:
         """Return the solver for "auto": an iterative one for a few directions of many samples."""
-        if gram.shape[0] <= 1000 or size > gram.shape[0] // 16:
-            return "dense"
-        return "krylov"
+        num_samples = gram.shape[0]
+        is_dense = num_samples <= 1000 or size > num_samples // 16
+        return "dense" if is_dense else "krylov"
 
 
 # Derivatives leave out rotations among the columns of U, so that they exist if singular values
 # coincide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def span(estimator: Estimator, problem: FeatureRegression | KernelRegression) -> Basis:
-    """Return the basis of the latent functions. Functions of U U^T are differentiable in the data and in alpha."""
-    basis = (
-        estimator.features(problem)
-        if isinstance(problem, FeatureRegression)
-        else estimator.kernel(problem)
-    )
-    missing = problem.size - basis.values.shape[0]  # fewer samples than the rank asked for
-    used = jnp.arange(problem.size) < problem.active
-    vectors = jnp.pad(basis.vectors, ((0, 0), (0, missing))) * used[None]
-    return basis._replace(vectors=vectors, values=jnp.pad(basis.values, (0, missing)) * used)
+    """Return the basis of the latent functions.
+
+    Functions of U U^T are differentiable in the data and in alpha.
+    """
+    is_explicit = isinstance(problem, FeatureRegression)
+    basis = estimator.features(problem) if is_explicit else estimator.kernel(problem)
+    num_missing = problem.size - basis.values.shape[0]  # fewer samples than the rank
+    is_used = jnp.arange(problem.size) < problem.active
+    vectors = jnp.pad(basis.vectors, ((0, 0), (0, num_missing))) * is_used[None]
+    values = jnp.pad(basis.values, (0, num_missing)) * is_used
+    return basis._replace(vectors=vectors, values=values)
 
 
 @span.defjvp
 def _span_jvp(estimator, primals, tangents):
-    (problem,), (tangent,) = primals, tangents
+    (problem,) = primals
+    (tangent,) = tangents
     basis = span(estimator, problem)
-    rule = (
-        estimator.features_jvp if isinstance(problem, FeatureRegression) else estimator.kernel_jvp
-    )
+    rule = estimator.kernel_jvp
+    if isinstance(problem, FeatureRegression):
+        rule = estimator.features_jvp
     d_vectors, d_values = rule(problem, tangent, basis)
-    return basis, jax.tree.map(jnp.zeros_like, basis)._replace(vectors=d_vectors, values=d_values)
+    zeros = jax.tree.map(jnp.zeros_like, basis)
+    return basis, zeros._replace(vectors=d_vectors, values=d_values)
 
 
 class _Principal:
-    """Mixin with a kernel's solution along principal directions, c = P Lambda^(-1/2) (Lambda + alpha)^(-1/2)."""
+    """Mixin with a kernel's solution along principal directions.
+
+    c = P Lambda^(-1/2) (Lambda + alpha)^(-1/2)
+    """
 
     def kernel(self, problem: KernelRegression) -> Basis:
-        """Return W = V F^(1/2) with the leading eigenvectors V of K, F = lambda^-1 (lambda + alpha)^-1."""
+        """Return W = V F^(1/2) with the leading eigenvectors V of K.
+
+        F = lambda^-1 (lambda + alpha)^-1
+        """
+        size = problem.size
+        gram = problem.x
         if problem.solver == "krylov":
-            number, dtype = problem.x.shape[0], problem.x.dtype
-            leading = find_eigenpairs(
-                partial(product, problem.x), number, problem.size, dtype=dtype
-            )
+            leading = find_eigenpairs(partial(product, gram), len(gram), size, dtype=gram.dtype)
         else:
-            leading = leading_of(problem.x, problem.size)
+            leading = leading_of(gram, size)
         scale, _ = problem.scale(leading.values)
         return _rooted(leading, leading.vectors * scale[None], leading.values[-1])
 
@@ -148,24 +164,28 @@ class _Principal:
         self, problem: KernelRegression, tangent: KernelRegression, solution: Basis
     ) -> Slopes:
         """Differentiate F, a matrix function of K and alpha."""
-        size, alpha = problem.size, problem.alpha
+        size = problem.size
+        alpha = problem.alpha
         squares, vectors = eigenpairs(problem.x)
-        scale, kept = problem.scale(squares)
-        active = jnp.minimum(problem.active, jnp.sum(kept))
-        leading = jnp.arange(size) < active
-        scale = scale[:size] * leading
-        mixed = product(vectors.T, product(tangent.x, vectors[:, :size]))
-        outside = mixing(mixed, squares, active) * scale[None]
-        both = squares[:size, None] + squares[None, :size] + alpha
-        inside = -0.5 * both * scale[:, None] ** 2 * scale[None] * mixed[:size]
-        inside = inside - jnp.diag(
-            0.5 * tangent.alpha * scale / (jnp.where(leading, squares[:size], 1.0) + alpha)
-        )
-        d_own = product(vectors, outside) + product(vectors[:, :size], inside)
+        scale, is_kept = problem.scale(squares)
+        num_active = jnp.minimum(problem.active, jnp.sum(is_kept))
+        is_active = jnp.arange(size) < num_active
+        scale = scale[:size] * is_active
+        leading_squares = squares[:size]
+        leading_vectors = vectors[:, :size]
+
+        mixed = product(vectors.T, product(tangent.x, leading_vectors))
+        outside = mixing(mixed, squares, num_active) * scale[None]
+        sums = leading_squares[:, None] + leading_squares[None] + alpha
+        inside = -0.5 * sums * scale[:, None] ** 2 * scale[None] * mixed[:size]
+        regularised = jnp.where(is_active, leading_squares, 1.0) + alpha
+        inside = inside - jnp.diag(0.5 * tangent.alpha * scale / regularised)
+        d_vectors = product(vectors, outside) + product(leading_vectors, inside)
+
         # If eigenvalues coincide, the solver's columns differ from these by a rotation.
-        pull = scale * squares[:size] * (squares[:size] + alpha)
-        turn = pull[:, None] * product(vectors[:, :size].T, solution.vectors)
-        return product(d_own, turn), halved(jnp.diagonal(mixed), solution.values)
+        pull = scale * leading_squares * (leading_squares + alpha)
+        turn = pull[:, None] * product(leading_vectors.T, solution.vectors)
+        return product(d_vectors, turn), halved(jnp.diagonal(mixed), solution.values)
 
 
 class Ridge(_Principal, Estimator):
@@ -188,21 +208,24 @@ class Ridge(_Principal, Estimator):
     def features(self, problem: FeatureRegression) -> Basis:
         """Return U = W, of all directions."""
         whiten, deviations = problem.by_route(FeatureRegression.axes)
-        size, variance = problem.size, jnp.sum(deviations**2) / problem.x.shape[1]
-        return Basis(whiten[:, :size], deviations[:size], deviations[size:], variance)
+        variance = jnp.sum(deviations**2) / problem.x.shape[1]
+        basis = truncated(whiten, deviations, problem.size)
+        return basis._replace(variance=variance)
 
     def features_jvp(
         self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis
     ) -> Slopes:
         """Return -(C_x + alpha I)^(-1) d(C_x + alpha I) U / 2."""
-        slope, _, right, whiten, _ = problem.perturbed(tangent)
-        mixed = product(product(right, slope), right.T)
-        d_values = halved(jnp.diagonal(mixed)[: problem.size] - tangent.alpha, solution.values)
-        return -0.5 * product(whiten, product(whiten.T, product(slope, solution.vectors))), d_values
+        slope, _, right_vectors, whiten, _ = problem.perturbed(tangent)
+        mixed = product(product(right_vectors, slope), right_vectors.T)
+        d_squares = jnp.diagonal(mixed)[: problem.size] - tangent.alpha
+        slope_of_basis = product(whiten.T, product(slope, solution.vectors))
+        return -0.5 * product(whiten, slope_of_basis), halved(d_squares, solution.values)
 
     def kernel(self, problem: KernelRegression) -> Basis:
         """Return W, of all directions."""
-        return super().kernel(problem)._replace(variance=jnp.trace(problem.x))
+        basis = super().kernel(problem)
+        return basis._replace(variance=jnp.trace(problem.x))
 
 
 class PrincipalComponents(_Principal, Estimator):
@@ -232,12 +255,11 @@ class PrincipalComponents(_Principal, Estimator):
     def features(self, problem: FeatureRegression) -> Basis:
         """Return U = W, of the leading directions."""
         if problem.solver == "dense":
-            size, (whiten, deviations) = problem.size, problem.by_route(FeatureRegression.axes)
-            return Basis(
-                whiten[:, :size], deviations[:size], deviations[size:], deviations[:size][-1] ** 2
-            )
-        found = problem.by_route(FeatureRegression.leading)
-        return found._replace(variance=found.values[-1] ** 2)
+            whiten, deviations = problem.by_route(FeatureRegression.axes)
+            basis = truncated(whiten, deviations, problem.size)
+        else:
+            basis = problem.by_route(FeatureRegression.leading)
+        return basis._replace(variance=basis.values[-1] ** 2)
 
     def features_jvp(
         self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis
@@ -245,24 +267,24 @@ class PrincipalComponents(_Principal, Estimator):
         """Differentiate U = V G^(-1/2) with the leading directions V, G = V^T (C_x + alpha I) V."""
         size = problem.size
         basis = solution.vectors
-        slope, squares, right, whiten, scale = problem.perturbed(tangent)
-        mixed = product(product(right, slope), right.T)
-        used = (jnp.arange(size) < problem.active) & jnp.any(
-            basis != 0, 0
-        )  # and none that is cut off
-        outside = mixing(mixed[:, :size], squares, jnp.sum(used))
-        scaled = whiten[:, :size] * used[None]
-        scale = scale[:size] * used
+        slope, squares, right_vectors, whiten, scale = problem.perturbed(tangent)
+        mixed = product(product(right_vectors, slope), right_vectors.T)
+        is_nonzero = jnp.any(basis != 0, 0)  # False for columns that are cut off
+        is_used = (jnp.arange(size) < problem.active) & is_nonzero
+        scale = scale[:size] * is_used
+        whiten = whiten[:, :size] * is_used[None]
+
+        outside = mixing(mixed[:, :size], squares, jnp.sum(is_used))
         inside = -0.5 * scale[:, None] * mixed[:size, :size] * scale[None]
-        d_own = product(right.T, outside * scale[None]) + product(scaled, inside)
-        d_values = halved(jnp.diagonal(mixed)[:size] - tangent.alpha, solution.values)
-        return product(
-            d_own, product(problem.pull(scaled), basis)
-        ), d_values  # in the fit's columns
+        d_vectors = product(right_vectors.T, outside * scale[None]) + product(whiten, inside)
+        d_squares = jnp.diagonal(mixed)[:size] - tangent.alpha
+        # The fit's columns differ from these by a rotation.
+        turn = product(problem.pull(whiten), basis)
+        return product(d_vectors, turn), halved(d_squares, solution.values)
 
 
 class ReducedRank(Estimator):
-    """Reduced rank regression: minimiser of the regularised risk among operators of rank at most `rank`.
+    """Reduced rank regression: minimiser of the regularised risk at rank at most `rank`.
 
     It takes the leading left singular vectors of (C_x + alpha I)^(-1/2) C_xy.
 
@@ -289,93 +311,108 @@ class ReducedRank(Estimator):
         super().__init__(rank, alpha, solver)
 
     def features(self, problem: FeatureRegression) -> Basis:
-        """Return U = W Q with W^T (C_x + alpha I) W = I and the leading left singular vectors Q of W^T C_xy."""
-        number, iterated = problem.x.shape[1], ("krylov", "randomized")
-        leading = (
-            chosen_solver(problem.solver, number, problem.y.shape[1], problem.size) in iterated
-        )
-        if problem.route == "qr" or not leading:
+        """Return U = W Q with W^T (C_x + alpha I) W = I.
+
+        Columns of Q are the leading left singular vectors of W^T C_xy.
+        """
+        width = problem.x.shape[1]
+        width_y = problem.y.shape[1]
+        solver = chosen_solver(problem.solver, width, width_y, problem.size)
+        if problem.route == "qr" or solver == "dense":
             return problem.by_route(self._whitened)
-        other = "qr" if problem.route == "auto" else problem.route
-        return problem.either(_from_moments, lambda given: self._whitened(given.via(other)))
+        route = "qr" if problem.route == "auto" else problem.route
+        return problem.either(_from_moments, lambda task: self._whitened(task.via(route)))
 
     def _whitened(self, problem: FeatureRegression) -> Basis:
+        size = problem.size
         whiten, deviations, gain, turned = problem.whitening(crossed=True)
         rows = turned(problem.y)
-        number = min(problem.size, *rows.shape)
-        basis = find_left_vectors(rows, number, scale=gain, solver=problem.solver)
-        variance = deviations[min(problem.size, deviations.shape[0]) - 1] ** 2
-        return basis._replace(vectors=product(whiten, basis.vectors), variance=variance)
+        num_vectors = min(size, *rows.shape)
+        basis = find_left_vectors(rows, num_vectors, scale=gain, solver=problem.solver)
+        vectors = product(whiten, basis.vectors)
+        last = min(size, deviations.shape[0]) - 1
+        return basis._replace(vectors=vectors, variance=deviations[last] ** 2)
 
     def features_jvp(
         self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis
     ) -> Slopes:
         """Differentiate the eigenvectors of W^T C_xy C_yx W."""
-        size, x, y, basis = problem.size, problem.x, problem.y, solution.vectors
+        size = problem.size
+        x = problem.x
+        y = problem.y
         slope, _, _, whiten, _ = problem.perturbed(tangent)
         rows = product(whiten.T, product(x.T, y))
         d_cross = product(tangent.x.T, y) + product(x.T, tangent.y)
-        d_rows = product(whiten.T, d_cross) - 0.5 * product(
-            product(whiten.T, product(slope, whiten)), rows
-        )
-        left, sizes, _ = jnp.linalg.svd(rows, full_matrices=rows.shape[0] > rows.shape[1])
-        squares = jnp.pad(sizes, (0, left.shape[1] - sizes.shape[0])) ** 2
+        whitened_slope = product(whiten.T, product(slope, whiten))
+        d_rows = product(whiten.T, d_cross) - 0.5 * product(whitened_slope, rows)
+
+        is_tall = rows.shape[0] > rows.shape[1]
+        left_vectors, sizes, _ = jnp.linalg.svd(rows, full_matrices=is_tall)
+        squares = jnp.pad(sizes, (0, left_vectors.shape[1] - sizes.shape[0])) ** 2
         d_square = product(d_rows, rows.T)
-        # The solver's columns differ from these by a rotation.
-        turn = product(product(left[:, :size].T, problem.pull(whiten)), basis)
-        mixed = product(product(left.T, d_square + d_square.T), left)
+        d_square = d_square + d_square.T
+        mixed = product(product(left_vectors.T, d_square), left_vectors)
         outside = mixing(mixed[:, :size], squares, problem.active)
-        inside = product(whiten, product(whiten.T, product(slope, basis)))
-        d_basis = product(whiten, product(product(left, outside), turn)) - 0.5 * inside
+        d_vectors = product(left_vectors, outside)
+
+        # The solver's columns differ from these by a rotation.
+        pull = product(left_vectors[:, :size].T, problem.pull(whiten))
+        turn = product(pull, solution.vectors)
+        slope_of_basis = product(whiten.T, product(slope, solution.vectors))
+        inside = product(whiten, slope_of_basis)
+        d_basis = product(whiten, product(d_vectors, turn)) - 0.5 * inside
         return d_basis, halved(jnp.diagonal(mixed)[:size], solution.values)
 
     def kernel(self, problem: KernelRegression) -> Basis:
         """Return W from the leading eigenvectors of g P^T L P g, in the eigenbasis P of K."""
         if problem.solver == "krylov":
             return _reduced_krylov(problem)
+        size = problem.size
         vectors, values, scale, gain, turned = problem.in_eigenbasis()
+
+        def apply(block: Array) -> Array:
+            return gain * product(turned, gain * block)
+
         # T = P diag(g)^2 P^T, and P^T L P does not depend on `alpha`, so that a sweep shares it.
         if problem.solver == "spectral":
-            leading = find_eigenpairs(
-                lambda block: gain * product(turned, gain * block),
-                scale.shape[0],
-                problem.size,
-                dtype=problem.x.dtype,
-            )
+            leading = find_eigenpairs(apply, scale.shape[0], size, dtype=problem.x.dtype)
         else:
-            leading = leading_of(gain * turned * gain.T, problem.size)
-        return _rooted(
-            leading, product(vectors, scale[:, None] * leading.vectors), values[problem.size - 1]
-        )
+            leading = leading_of(gain * turned * gain.T, size)
+        weights = product(vectors, scale[:, None] * leading.vectors)
+        return _rooted(leading, weights, values[size - 1])
 
     def kernel_jvp(
         self, problem: KernelRegression, tangent: KernelRegression, solution: Basis
     ) -> Slopes:
-        """Differentiate K L K w = sigma^2 (K^2 + alpha K) w, a symmetric pencil on the range of K."""
-        size, weights, alpha = problem.size, solution.vectors, problem.alpha
+        """Differentiate K L K w = sigma^2 (K^2 + alpha K) w, a pencil on the range of K."""
+        size = problem.size
+        alpha = problem.alpha
+        gram_x = problem.x
         vectors, _, scale, gain, turned = problem.in_eigenbasis()
         squares, turn = jnp.linalg.eigh(gain * turned * gain.T)
-        squares, turn = jnp.maximum(squares[::-1], 0.0), turn[:, ::-1]
-        every = product(vectors, scale[:, None] * turn)
-        leading = every[:, :size] * (jnp.arange(size) < problem.active)[None]
-        seen, d_seen = product(problem.x, leading), product(tangent.x, leading)
-        ahead = product(problem.y, seen)
-        d_left = product(tangent.x, ahead) + product(
-            problem.x, product(tangent.y, seen) + product(problem.y, d_seen)
-        )
-        d_right = (
-            product(tangent.x, seen)
-            + product(problem.x, d_seen)
-            + alpha * d_seen
-            + tangent.alpha * seen
-        )
-        d_right = product(every.T, d_right)
-        mixed = product(every.T, d_left) - d_right * squares[None, :size]
+        squares = jnp.maximum(squares[::-1], 0.0)
+        turn = turn[:, ::-1]
+        weights = product(vectors, scale[:, None] * turn)
+        is_active = jnp.arange(size) < problem.active
+        leading = weights[:, :size] * is_active[None]
+
+        images = product(gram_x, leading)
+        ahead = product(problem.y, images)
+        d_images = product(tangent.x, leading)
+        d_ahead = product(tangent.y, images) + product(problem.y, d_images)
+        d_left = product(tangent.x, ahead) + product(gram_x, d_ahead)
+        d_right = product(tangent.x, images) + product(gram_x, d_images)
+        d_right = d_right + alpha * d_images + tangent.alpha * images
+        d_right = product(weights.T, d_right)
+        mixed = product(weights.T, d_left) - d_right * squares[None, :size]
         outside = mixing(mixed, squares, problem.active, problem.cutoff)
-        d_own = product(every, outside) - 0.5 * product(leading, d_right[:size])
-        seen = product(problem.x, weights)
-        rotation = product(leading.T, product(problem.x, seen) + alpha * seen)
-        return product(d_own, rotation), halved(jnp.diagonal(mixed), solution.values)
+        d_weights = product(weights, outside) - 0.5 * product(leading, d_right[:size])
+
+        # The solver's columns differ from these by a rotation.
+        images = product(gram_x, solution.vectors)
+        images = product(gram_x, images) + alpha * images
+        rotation = product(leading.T, images)
+        return product(d_weights, rotation), halved(jnp.diagonal(mixed), solution.values)
 
     def choose_kernel_solver(
         self, gram: Float[Array, "n n"], alpha: Float[Array, ""], size: int
@@ -383,55 +420,68 @@ class ReducedRank(Estimator):
         """Return "krylov" if rounding allows a factor of K + alpha I, else "spectral"."""
         if super().choose_kernel_solver(gram, alpha, size) == "dense":
             return "dense"
-        if is_traced(alpha) or is_traced(
-            gram
-        ):  # in float64 usual values of `alpha` exceed the rounding
-            return "krylov" if jnp.finfo(gram.dtype).eps < 1e-12 else "spectral"
-        return "krylov" if float(alpha) > _cholesky_floor(gram) else "spectral"
+        if is_traced(alpha) or is_traced(gram):
+            # In float64 usual values of `alpha` exceed the rounding.
+            has_factor = rounding_unit(gram) < 1e-12
+        else:
+            has_factor = float(alpha) > _cholesky_floor(gram)
+        return "krylov" if has_factor else "spectral"
 
 
 def _from_moments(problem: FeatureRegression) -> Basis:
-    """Return U = L^(-T) Q with C_x + alpha I = L L^T and the leading left singular vectors Q of L^(-1) C_xy."""
-    size, solver = problem.size, problem.solver
+    """Return U = L^(-T) Q with C_x + alpha I = L L^T.
+
+    Columns of Q are the leading left singular vectors of L^(-1) C_xy.
+    """
+    size = problem.size
+    solver = problem.solver
 
     def factored(square: Array, cross: Array, alpha: Array) -> Basis:
-        factor = jnp.linalg.cholesky(square + alpha * jnp.eye(square.shape[0], dtype=square.dtype))
+        ridge = alpha * jnp.eye(square.shape[0], dtype=square.dtype)
+        factor = jnp.linalg.cholesky(square + ridge)
         rows = jax.scipy.linalg.solve_triangular(factor, cross, lower=True)
-        found = find_left_vectors(rows, size, solver=solver)
-        vectors = jax.scipy.linalg.solve_triangular(factor, found.vectors, lower=True, trans=1)
+        basis = find_left_vectors(rows, size, solver=solver)
+        vectors = jax.scipy.linalg.solve_triangular(factor, basis.vectors, lower=True, trans=1)
         variance = find_left_vectors(square, size, solver="randomized").values[-1]
-        return found._replace(vectors=vectors, variance=variance)
+        return basis._replace(vectors=vectors, variance=variance)
 
     # Under a `vmap` over `alpha` all values share the eigenvectors of C_x, which replace the
     # Cholesky factor.
     def shared(square: Array, cross: Array, alpha: Array) -> Basis:
         squares, vectors = jnp.linalg.eigh(square)
         gain = lax.rsqrt(jnp.maximum(squares, 0.0) + alpha)
-        found = find_left_vectors(product(vectors.T, cross), size, scale=gain, solver=solver)
-        return found._replace(
-            vectors=product(vectors, gain[:, None] * found.vectors), variance=squares[-size]
-        )
+        rows = product(vectors.T, cross)
+        basis = find_left_vectors(rows, size, scale=gain, solver=solver)
+        vectors = product(vectors, gain[:, None] * basis.vectors)
+        return basis._replace(vectors=vectors, variance=squares[-size])
 
-    solved = custom_vmap(factored)
+    solve = custom_vmap(factored)
 
-    @solved.def_vmap
+    @solve.def_vmap
     def _(_: int, batched: list[bool], *arguments: Array) -> tuple[Basis, Basis]:
-        one = shared if batched == [False, False, True] else factored
-        basis = jax.vmap(one, [0 if mapped else None for mapped in batched])(*arguments)
+        solve_member = shared if batched == [False, False, True] else factored
+        axes = [0 if is_mapped else None for is_mapped in batched]
+        basis = jax.vmap(solve_member, axes)(*arguments)
         return basis, jax.tree.map(lambda _: True, basis)
 
-    return solved(product(problem.x.T, problem.x), product(problem.x.T, problem.y), problem.alpha)
+    square = product(problem.x.T, problem.x)
+    cross = product(problem.x.T, problem.y)
+    return solve(square, cross, problem.alpha)
 
 
 def _rooted(leading: Basis, vectors: Array, variance: Array) -> Basis:
     """Return a basis of `vectors`, with the square roots of the leading values."""
-    values, rest = (jnp.sqrt(jnp.maximum(part, 0.0)) for part in (leading.values, leading.rest))
-    return Basis(vectors, values, rest, variance, leading.residual)
+    values = jnp.sqrt(jnp.maximum(leading.values, 0.0))
+    trailing_values = jnp.sqrt(jnp.maximum(leading.trailing_values, 0.0))
+    return Basis(vectors, values, trailing_values, variance, leading.residual)
 
 
 def _cholesky_floor(gram: Float[Array, "n n"]) -> float:
-    """Return the least `alpha` at which the factor of K + alpha I has a rounding eps tr(K) / alpha below 1 %."""
-    return 100 * float(jnp.finfo(gram.dtype).eps) * float(jnp.trace(gram))
+    """Return the smallest `alpha` at which the factor of K + alpha I is accurate.
+
+    The rounding eps tr(K) / alpha of the factor is then below 1 %.
+    """
+    return 100 * rounding_unit(gram) * float(jnp.trace(gram))
 
 
 def refuse_singular(
@@ -439,23 +489,22 @@ def refuse_singular(
     problem: FeatureRegression | KernelRegression,
     values: np.ndarray,
     cutoff: float,
-    *what: str,
+    name: str,
+    symbol: str,
 ) -> None:
     """Raise if `alpha` is zero and the data lack directions that the estimator inverts.
 
-    `values`: Singular values of the features or eigenvalues of K, [k]. `what`: Name and symbol of
-    the matrix.
+    `values`: Singular values of the features or eigenvalues of K, [k]. `name` and `symbol` are
+    those of the matrix.
     """
     width = problem.x.shape[1]
-    needed, rank = (
-        width if estimator.inverts_all else problem.size,
-        int((values > cutoff * values[0]).sum()),
-    )
+    needed = width if estimator.inverts_all else problem.size
+    rank = int((values > cutoff * values[0]).sum())
     if rank < needed:
         raise ValueError(
-            f"`alpha` must be positive where {what[0]} is singular: {type(estimator).__name__} "
+            f"`alpha` must be positive where {name} is singular: {type(estimator).__name__} "
             f"needs rank {needed}, "
-            f"{what[1]} has rank {rank} of {width}. Pass alpha > 0, drop dependent features or "
+            f"{symbol} has rank {rank} of {width}. Pass alpha > 0, drop dependent features or "
             "samples, or lower the "
             "rank."
         )
@@ -472,10 +521,13 @@ def check_factor(problem: KernelRegression, basis: Basis) -> None:
 
 
 def _reduced_krylov(problem: KernelRegression) -> Basis:
-    gram_x, alpha, number = problem.x, problem.alpha, problem.x.shape[0]
+    gram_x = problem.x
+    alpha = problem.alpha
+    num_samples = gram_x.shape[0]
     # c = (K + alpha I)^(-1) v with the leading eigenvectors L T v = sigma^2 v, T = K (K + alpha
     # I)^(-1), v^T T v = 1.
-    factor = jnp.linalg.cholesky(gram_x + alpha * jnp.eye(number, dtype=gram_x.dtype))
+    ridge = alpha * jnp.eye(num_samples, dtype=gram_x.dtype)
+    factor = jnp.linalg.cholesky(gram_x + ridge)
 
     def solve(block: Array) -> Array:
         return jax.scipy.linalg.cho_solve((factor, True), block)
@@ -483,7 +535,7 @@ def _reduced_krylov(problem: KernelRegression) -> Basis:
     def shrink(block: Array) -> Array:
         return block - alpha * solve(block)  # T
 
-    leading = find_eigenpairs(
-        partial(product, problem.y), number, problem.size, dtype=gram_x.dtype, inner=shrink
-    )
-    return _rooted(leading, solve(leading.vectors), jnp.trace(gram_x) / problem.size)
+    apply = partial(product, problem.y)
+    leading = find_eigenpairs(apply, num_samples, problem.size, dtype=gram_x.dtype, inner=shrink)
+    variance = jnp.trace(gram_x) / problem.size
+    return _rooted(leading, solve(leading.vectors), variance)

@@ -17,6 +17,7 @@ from koopman._operators._diagnose import findings_of
 from koopman._operators._estimators import Estimator, check_factor, refuse_singular, span
 from koopman._operators._findings import refuse_large_gram, warn_of
 from koopman._operators._kernels import (
+    FitSettings,
     Fitting,
     Kernel,
     KernelMap,
@@ -33,8 +34,9 @@ from koopman._operators._kernels import (
     nystroem_map,
     unshrinking,
 )
+from koopman._operators._numerics import positive_or_one, rounding_unit
 from koopman._operators._pairs import (
-    Given,
+    AnyArray,
     Moments,
     as_known,
     check_square,
@@ -131,9 +133,9 @@ def fit(
     check_single("rank", estimator.rank)
     if kernel is None:
         problem, shape = _features(x, y, centres, observable, center)
-        centred = x.center if isinstance(x, Moments) else center
+        is_centred = x.center if isinstance(x, Moments) else center
         solver = estimator.solver or estimator.feature_solver
-        operator = _fit(estimator, problem, shape, solver, route, centred=centred)
+        operator = _fit(estimator, problem, shape, solver, route, is_centred=is_centred)
     else:
         states, successors = _states(x, y, center)
         if centres is not None:
@@ -144,15 +146,15 @@ def fit(
             fail("route", "be 'qr' for a kernel without `centres`", repr(route))
         else:
             operator = _fit_with_kernel(estimator, states, successors, kernel, observable)
-    if not any(is_traced(part) for part in (operator.core, operator.alpha, estimator.rank)):
+    if not any(map(is_traced, (operator.core, operator.alpha, estimator.rank))):
         warn_of(findings_of(operator, x, y))
     return operator
 
 
 def _features(
-    x: Data, y: Given | None, centres: Given | None, observable: Given | None, center: bool
+    x: Data, y: AnyArray | None, centres: AnyArray | None, observable: AnyArray | None, center: bool
 ) -> tuple["_Problem", tuple[int, ...]]:
-    """Return the problem of pairs or moments of explicit features, and the shape of one observable."""
+    """Return the problem of pairs or moments of features, and the shape of one observable."""
     if centres is not None:
         fail("kernel", "be given with `centres`", "None")
     if not isinstance(x, Moments):
@@ -160,19 +162,16 @@ def _features(
             fail("y", "be given with `x`", "None", "See koopman.lagged_pairs")
         return _from_pairs(x, y, observable, center)
     if y is not None or observable is not None or center:
-        fail(
-            "x",
-            "stand alone when it is `Moments`: they hold successors, observable and means",
-            "more arguments",
-        )
+        expected = "stand alone when it is `Moments`: they hold successors, observable and means"
+        fail("x", expected, "more arguments")
     return _from_moments(x)
 
 
-def _states(x: Data, y: Given | None, center: bool) -> tuple[Given, Given]:
+def _states(x: Data, y: AnyArray | None, center: bool) -> tuple[AnyArray, AnyArray]:
     """Return states and successors for a kernel."""
     if isinstance(x, Moments) or y is None:
-        got = "moments" if isinstance(x, Moments) else "no `y`"
-        fail("x", "be states, with their successors `y`, where there is a `kernel`", got)
+        received = "moments" if isinstance(x, Moments) else "no `y`"
+        fail("x", "be states, with their successors `y`, where there is a `kernel`", received)
     if center:
         fail("center", "be False with a kernel", center, "Take the states about their mean")
     return x, y
@@ -201,38 +200,45 @@ def _fit(
     route: str,
     fallback: Array | None = None,
     lift: Array | None = None,
-    centred: bool = False,
+    is_centred: bool = False,
 ) -> Operator:
-    """Fit features; `lift` [m, d] maps their coefficients to those of k(x, centres)."""
-    (number, width), dtype, given = (
-        (problem.pairs, problem.x.shape[1]),
-        problem.x.dtype,
-        estimator.alpha is not None,
-    )
-    asked = to_device(estimator.alpha, dtype) if given else fallback
+    """Fit features.
+
+    `fallback`: Default `alpha` on centres. `lift` [m, d] maps coefficients of the features to
+    coefficients of k(x, centres).
+    """
+    num_pairs = problem.pairs
+    width = problem.x.shape[1]
+    has_rank = estimator.rank is not None
+    is_given = estimator.alpha is not None
+    alpha = to_device(estimator.alpha, problem.x.dtype) if is_given else fallback
     # Without regularisation the span does not depend on the units of columns, and rank cuts must
     # not either.
-    free = estimator.rank is None or estimator.inverts_all or estimator.size == width
-    level = free and (asked is None or (not is_traced(asked) and float(asked) == 0.0))
-    problem, alpha, largest, trace, squares, units = _in_units(problem, asked, level)
+    level = False
+    if not has_rank or estimator.inverts_all or estimator.size == width:
+        level = alpha is None or (not is_traced(alpha) and float(alpha) == 0.0)
+    problem, unit_alpha, largest, trace, squares, units = _in_units(problem, alpha, level)
+    if alpha is not None or level:
+        squares = None
+
     size, active, solver = latent(estimator.rank, width, "features", solver, SOLVERS)
-    rounding = float(jnp.finfo(dtype).eps)
     # The QR factor of the data does not square the condition number, which float32 needs.
-    few = isinstance(number, int) and number < 2 * width
-    if route == "auto" and (rounding > 1e-12 or width < 64 or few):
+    is_float32 = rounding_unit(problem.x) > 1e-12
+    is_short = isinstance(num_pairs, int) and num_pairs < 2 * width
+    if route == "auto" and (is_float32 or width < 64 or is_short):
         route = "qr"
-    regression = FeatureRegression(problem.x, problem.y, alpha, active, size, solver, route)
+    regression = FeatureRegression(problem.x, problem.y, unit_alpha, active, size, solver, route)
     if not is_traced(largest):
         _refuse_features(estimator, regression, problem, largest, trace, units[0], fallback)
+
     compared = ""
     if fallback is not None:
-        compared = (
-            "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
-        )
-    hidden = squares if asked is None and not level else None
-    words = _Words(compared, estimator.rank is not None, estimator.inverts_all, centred)
+        compared = f"eigenvalue {size} of C_x" if has_rank else "the mean eigenvalue of C_x"
+    settings = FitSettings(compared, has_rank, estimator.inverts_all, is_centred)
     static = eqx.filter(estimator, False)
-    return _solve(static, problem, regression, units, lift, hidden, trace, shape, given, words)
+    return _solve(
+        static, problem, regression, units, lift, squares, trace, shape, is_given, settings
+    )
 
 
 def _refuse_features(
@@ -245,33 +251,25 @@ def _refuse_features(
     fallback: Array | None,
 ) -> None:
     """Raise if known squares are out of range, or if `alpha` is zero and C_x singular."""
-    width, dtype = problem.x.shape[1], problem.x.dtype
+    width = problem.x.shape[1]
     if float(largest) > 0:
-        check_square("x", float(trace) / width * float(unit) * float(unit), "a mean square", dtype)
+        square = float(trace) / width * float(unit) * float(unit)
+        check_square("x", square, "a mean square", problem.x.dtype)
     alpha = regression.alpha
     # The default is zero too if all features are.
-    if is_traced(alpha) or is_traced(problem.x) or is_traced(problem.y) or float(alpha) != 0.0:
+    if any(map(is_traced, (alpha, problem.x, problem.y))) or float(alpha) != 0.0:
         return
     if float(trace) == 0 and (fallback is not None or np.asarray(problem.offset).any()):
-        got = (
-            "constant ones alone"
-            if fallback is None
-            else "k(x, centres) = 0, as all are far from the centres"
-        )
-        fail("x", "hold features that vary", got)
-    values = np.linalg.svd(np.asarray(_root(problem.x)), compute_uv=False)
-    rounding = float(jnp.finfo(dtype).eps)
-    cutoff = (8 * rounding) ** 0.5 if regression.route == "covariance" else width * rounding
+        received = "constant ones alone"
+        if fallback is not None:
+            received = "k(x, centres) = 0, as all are far from the centres"
+        fail("x", "hold features that vary", received)
+    root = np.asarray(_root(problem.x))
+    values = np.linalg.svd(root, compute_uv=False)
+    cutoff = width * rounding_unit(problem.x)
+    if regression.route == "covariance":
+        cutoff = (8 * rounding_unit(problem.x)) ** 0.5
     refuse_singular(estimator, regression, values, cutoff, "the covariance of `x`", "C_x")
-
-
-class _Words(NamedTuple):
-    """Static fields of `Fitting`."""
-
-    compared: str
-    ranked: bool
-    whole: bool
-    centred: bool
 
 
 @partial(jax.jit, static_argnames="level")
@@ -287,31 +285,32 @@ def _in_units(
     # In this unit squares neither overflow nor vanish.
     largest = jnp.max(jnp.abs(problem.x)) * scale
     unit = scale_of(largest)
-    observable = None if problem.observable is None else problem.observable * scale
-    x, y = problem.x * (scale / unit), problem.y * (scale / unit)
+    x = problem.x * (scale / unit)
+    y = problem.y * (scale / unit)
+    observable = problem.observable
+    if observable is not None:
+        observable = observable * scale
+
     sizes = scale_of(jnp.max(jnp.abs(x), 0))
     # A constant column about its mean is rounding, which levelling would amplify.
-    floor = 4 * jnp.finfo(x.dtype).eps * jnp.abs(problem.offset) / unit / sizes
-    x = jnp.where((jnp.sqrt(jnp.sum((x / sizes[None]) ** 2, 0)) < floor)[None], 0.0, x)
+    floor = 4 * rounding_unit(x) * jnp.abs(problem.offset) / unit / sizes
+    lengths = jnp.sqrt(jnp.sum((x / sizes[None]) ** 2, 0))
+    x = jnp.where((lengths < floor)[None], 0.0, x)
     trace = jnp.sum(x**2)
-    sizes = sizes if level else jnp.ones_like(sizes)
+    if not level:
+        sizes = jnp.ones_like(sizes)
     x = x / sizes[None]
-    within = jnp.sum(x**2)
-    alpha = (
-        default_alpha(within, jnp.minimum(problem.pairs, x.shape[1]))
-        if alpha is None
-        else alpha / unit / unit
-    )
-    share = jnp.where(within > 0, trace, 1.0) / jnp.where(within > 0, within, 1.0)
+    level_trace = jnp.sum(x**2)
+    if alpha is None:
+        rank = jnp.minimum(problem.pairs, x.shape[1])
+        alpha = default_alpha(level_trace, rank)
+    else:
+        alpha = alpha / unit / unit
+
+    trace_ratio = jnp.where(level_trace > 0, trace, 1.0) / positive_or_one(level_trace)
     squares = jnp.sum(x**2, 0)
-    return (
-        problem._replace(x=x, y=y, observable=observable),
-        alpha,
-        largest,
-        trace,
-        squares,
-        (unit, sizes, share),
-    )
+    problem = problem._replace(x=x, y=y, observable=observable)
+    return problem, alpha, largest, trace, squares, (unit, sizes, trace_ratio)
 
 
 _root = jax.jit(gram_root)
@@ -319,26 +318,27 @@ _root = jax.jit(gram_root)
 
 def _fit_on_centres(
     estimator: Estimator,
-    x: Given,
-    y: Given,
+    x: AnyArray,
+    y: AnyArray,
     kernel: Kernel,
-    centres: Given,
-    observable: Given | None,
+    centres: AnyArray,
+    observable: AnyArray | None,
     route: str,
 ) -> Operator:
     x, y, flat, shape = checked_pairs(x, y, observable, to_device)
     features = nystroem_map(kernel, centres)
-    arrays = features.centres, features.coefficients, x, y
-    features_x, features_y, fallback = _centre_features(features.kernel, *arrays)
+    kernel = features.kernel
+    centres = features.centres
+    lift = features.coefficients
+    features_x, features_y, fallback = _centre_features(kernel, centres, lift, x, y)
     problem, _ = _from_pairs(features_x, features_y, flat, center=False)
     solver = estimator.solver or "auto"
-    fitted = _fit(estimator, problem, shape, solver, route, fallback, features.coefficients)
-    maps = [
-        KernelMap(features.kernel, features.centres, linear.matrix)
-        for linear in (fitted.encode, fitted.dual)
-        if isinstance(linear, LinearMap)
-    ]
-    return eqx.tree_at(lambda o: (o.encode, o.dual), fitted, maps)
+    operator = _fit(estimator, problem, shape, solver, route, fallback, lift)
+    maps = []
+    for linear_map in (operator.encode, operator.dual):
+        if isinstance(linear_map, LinearMap):
+            maps.append(KernelMap(kernel, centres, linear_map.matrix))
+    return eqx.tree_at(lambda operator: (operator.encode, operator.dual), operator, maps)
 
 
 @compiled_by_kernel
@@ -348,15 +348,12 @@ def _centre_features(
     """Return Nystroem features of x and y, and the default `alpha`."""
     features_x = kernel_features(kernel, centres, coefficients, x)
     features_y = kernel_features(kernel, centres, coefficients, y)
-    return (
-        features_x,
-        features_y,
-        kernel_alpha(type(kernel) is Linear, jnp.sum(features_x**2) / x.shape[0]),
-    )
+    mean_square = jnp.sum(features_x**2) / x.shape[0]
+    return features_x, features_y, kernel_alpha(type(kernel) is Linear, mean_square)
 
 
 def _from_pairs(
-    x: Given, y: Given, observable: Given | None, center: bool
+    x: AnyArray, y: AnyArray, observable: AnyArray | None, center: bool
 ) -> tuple[_Problem, tuple[int, ...]]:
     x, y, flat, shape = checked_pairs(x, y, observable, as_known)
     arrays = [x, y]
@@ -365,122 +362,152 @@ def _from_pairs(
     is_known = all(isinstance(array, np.ndarray) for array in arrays)
     about_means = _about_means if is_known else _compiled_about_means
     means, drift, centred = about_means(arrays, center)
-    rows: Any = few_rows(*(centred or arrays))
+
+    dtype = x.dtype
+    zero = np.zeros(x.shape[1], dtype)
+    zero_y = np.zeros(y.shape[1], dtype)
+    zero_observable = np.zeros(flat.shape[1], dtype)
+    offsets = (zero, zero_y, zero_observable, zero, means[0])
+    if center:
+        # Without an observable the last mean is that of y.
+        offsets = (means[0], means[1], means[-1], drift, zero)
+        arrays = centred
+    rows: Any = few_rows(*arrays)
     if observable is None:
         rows = (*rows, None)
-    number, dtype = x.shape[0], x.dtype
-    zero, zero_y, zero_o = (np.zeros(part.shape[1], dtype) for part in (x, y, flat))
-    offsets = [zero, zero_y, zero_o, zero, means[0]]
-    if center:  # without an observable the last mean is that of y
-        offsets = [*means[:2], means[-1], drift, zero]
-    return _Problem._make([*rows, *offsets, np.asarray(number**-0.5, dtype), number]), shape
+    num_pairs = x.shape[0]
+    scale = np.asarray(num_pairs**-0.5, dtype)
+    return _Problem(*rows, *offsets, scale, num_pairs), shape
 
 
 def _about_means(arrays: list[Any], center: bool) -> tuple[list[Any], Any, list[Any]]:
-    """Return the means of x, y and perhaps an observable, that of y less that of x, and, if `center`, the arrays."""
+    """Return the means of the arrays, the mean of y less that of x, and the centred arrays.
+
+    The arrays are x, y and perhaps an observable. Without `center` none is centred.
+    """
     means = [mean_of(array)[0] for array in arrays]
-    # By the rounded mean, which the operator subtracts too.
-    centred = [array - mean[None] for array, mean in zip(arrays, means, strict=True) if center]
+    centred = []
+    if center:
+        # By the rounded mean, which the operator subtracts too.
+        centred = [array - mean[None] for array, mean in zip(arrays, means, strict=True)]
     return means, means[1] - means[0], centred
 
 
 _compiled_about_means = jax.jit(_about_means, static_argnames="center")
 
 
-def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
-    width, width_y, _ = seen.widths
+def _from_moments(moments: Moments) -> tuple[_Problem, tuple[int, ...]]:
+    width, width_y, _ = moments.widths
     if width_y != width:
-        fail(
-            "x",
-            f"hold moments of as many features of the successors as of the states ({width})",
-            width_y,
-        )
-    if not is_traced(seen.root) and not np.isfinite(np.asarray(seen.root)).all():
-        fail(
-            "x",
-            "be moments of finite data",
-            "sums that are not finite",
-            "Outside jit `moments` names the row that is not finite",
-        )
-    return _of_moments(seen), seen.mean_observable.shape
+        expected = f"hold moments of as many features of the successors as of the states ({width})"
+        fail("x", expected, width_y)
+    if not is_traced(moments.root) and not np.isfinite(np.asarray(moments.root)).all():
+        advice = "Outside jit `moments` names the row that is not finite"
+        fail("x", "be moments of finite data", "sums that are not finite", advice)
+    return _of_moments(moments), moments.mean_observable.shape
 
 
 @jax.jit
-def _of_moments(seen: Moments) -> _Problem:
-    width = seen.widths[0]
-    x, y, observable = jnp.split(seen.root * jax.lax.rsqrt(seen.count), [width, 2 * width], 1)
-    offset, offset_y, mean = seen.mean_x, seen.mean_y, seen.mean_observable
-    drift = (offset_y - offset) + (seen.rest[1 + width : 1 + 2 * width] - seen.rest[1 : 1 + width])
-    about = jnp.zeros_like(offset)
-    if not seen.center:
-        about, offset, offset_y, drift, mean = offset, about, about, about, jnp.zeros_like(mean)
-    one = jnp.ones_like(seen.count)
-    return _Problem(x, y, observable, offset, offset_y, mean, drift, about, one, seen.count)
+def _of_moments(moments: Moments) -> _Problem:
+    width = moments.widths[0]
+    mean_x = moments.mean_x
+    mean_y = moments.mean_y
+    mean_observable = moments.mean_observable
+    rows = moments.root * jax.lax.rsqrt(moments.count)
+    x, y, observable = jnp.split(rows, [width, 2 * width], 1)
+    zero = jnp.zeros_like(mean_x)
+    if moments.center:
+        errors = moments.rest[1 + width : 1 + 2 * width] - moments.rest[1 : 1 + width]
+        drift = (mean_y - mean_x) + errors
+        offsets = (mean_x, mean_y, mean_observable, drift, zero)
+    else:
+        offsets = (zero, zero, jnp.zeros_like(mean_observable), zero, mean_x)
+    return _Problem(x, y, observable, *offsets, jnp.ones_like(moments.count), moments.count)
 
 
 def _fit_with_kernel(
-    estimator: Estimator, x: Given, y: Given, kernel: Kernel, observable: Given | None
+    estimator: Estimator, x: AnyArray, y: AnyArray, kernel: Kernel, observable: AnyArray | None
 ) -> Operator:
     """Fit by exact Gram matrices K = k(X, X) / n and L = k(Y, Y) / n."""
     x, y, flat, shape = checked_pairs(x, y, observable, to_device)
+    has_rank = estimator.rank is not None
     # Measured numbers of matrices: a full eigendecomposition takes more.
-    refuse_large_gram(x, 7 if estimator.rank is None else 3)
-    kernel, number = as_module(kernel), x.shape[0]
-    solver, solvers = estimator.solver or "auto", estimator.kernel_solvers
-    size, active, solver = latent(estimator.rank, number, "samples", solver, solvers)
-    given, is_linear = estimator.alpha is not None, type(kernel) is Linear
-    asked = to_device(estimator.alpha, x.dtype) if given else None
-    grams = gram(kernel, x, x), gram(kernel, y, y)
-    gram_x, gram_y, alpha, unit, trace, extreme = _kernel_in_units(*grams, asked, is_linear)
-    for extreme_of_states in extreme:
-        check_kernel(extreme_of_states)
+    num_matrices = 3 if has_rank else 7
+    refuse_large_gram(x, num_matrices)
+    kernel = as_module(kernel)
+    is_linear = type(kernel) is Linear
+    solver = estimator.solver or "auto"
+    size, active, solver = latent(
+        estimator.rank, x.shape[0], "samples", solver, estimator.kernel_solvers
+    )
+
+    is_given = estimator.alpha is not None
+    alpha = to_device(estimator.alpha, x.dtype) if is_given else None
+    gram_x = gram(kernel, x, x)
+    gram_y = gram(kernel, y, y)
+    gram_x, gram_y, alpha, unit, trace, extremes_x, extremes_y = _kernel_in_units(
+        gram_x, gram_y, alpha, is_linear
+    )
+    check_kernel(extremes_x)
+    check_kernel(extremes_y)
     if not is_traced(gram_x):
-        check_square("kernel", float(trace) * float(unit) ** 2, "a mean of k(x, x)", gram_x.dtype)
-    known = not (is_traced(alpha) or is_traced(gram_x) or is_traced(gram_y))
+        mean_square = float(trace) * float(unit) ** 2
+        check_square("kernel", mean_square, "a mean of k(x, x)", gram_x.dtype)
     if solver == "auto":
         solver = estimator.choose_kernel_solver(gram_x, alpha, size)
-        if solver == "krylov" and estimator.inverts_all and is_linear and not given:
+        if solver == "krylov" and estimator.inverts_all and is_linear and not is_given:
             solver = "spectral"  # the default `alpha` of rounding is too small for a factor
+
     problem = KernelRegression(gram_x, gram_y, alpha, active, size, solver)
-    compared = (
-        "the mean of k(x, x)" if estimator.rank is None else f"eigenvalue {size} of k(X, X) / n"
-    )
-    words = _Words(compared, estimator.rank is not None, estimator.inverts_all, False)
+    compared = f"eigenvalue {size} of k(X, X) / n" if has_rank else "the mean of k(x, x)"
+    settings = FitSettings(compared, has_rank, estimator.inverts_all, False)
     static = eqx.filter(estimator, False)
-    fields, basis = _solve_kernel(static, problem, gram(kernel, y, x), flat, unit, trace, words)
-    if known and estimator.inverts_all and solver == "krylov":
+    across = gram(kernel, y, x)
+    fields, basis = _solve_kernel(static, problem, across, flat, unit, trace, settings)
+    if not any(map(is_traced, (alpha, gram_x, gram_y))):
+        _refuse_kernel(estimator, problem, basis, is_given)
+    fields["encode"] = KernelMap(kernel, x, fields["encode"])
+    fields["dual"] = KernelMap(kernel, y, fields["dual"])
+    return Operator(**fields, observable_shape=shape, given=is_given)
+
+
+def _refuse_kernel(
+    estimator: Estimator, problem: KernelRegression, basis: Basis, is_given: bool
+) -> None:
+    """Raise if a known K + alpha I has no factor, or if a given `alpha` is zero and K singular."""
+    if estimator.inverts_all and problem.solver == "krylov":
         check_factor(problem, basis)
-    elif known and given and float(alpha) == 0.0:
+    elif is_given and float(problem.alpha) == 0.0:
         # Principal components have the leading eigenvalues of K in their basis, and ridge all.
-        whole = estimator.inverts_all
-        squares = (
-            np.linalg.eigvalsh(np.asarray(gram_x))[::-1] if whole else np.asarray(basis.values) ** 2
-        )
-        refuse_singular(
-            estimator, problem, squares, problem.cutoff, "the kernel matrix of `x`", "K"
-        )
-    maps = {
-        name: KernelMap(kernel, states, fields.pop(name))
-        for name, states in (("encode", x), ("dual", y))
-    }
-    return Operator(**maps, **fields, observable_shape=shape, given=given)
+        values = np.asarray(basis.values) ** 2
+        if estimator.inverts_all:
+            values = np.linalg.eigvalsh(np.asarray(problem.x))[::-1]
+        name = "the kernel matrix of `x`"
+        refuse_singular(estimator, problem, values, problem.cutoff, name, "K")
 
 
 @partial(jax.jit, static_argnames="is_linear")
 def _kernel_in_units(
     gram_x: Array, gram_y: Array, alpha: Array | None, is_linear: bool
-) -> tuple[Array, Array, Array, Array, Array, tuple[Array, Array]]:
-    """Return K and L in a unit of features, alpha, the unit, the trace of K, and `extremes`; squares are in range."""
-    number, extreme = len(gram_x), (extremes(gram_x), extremes(gram_y))
-    gram_x, gram_y = gram_x / number, gram_y / number
+) -> tuple[Array, ...]:
+    """Return K and L in a unit of features, alpha, the unit, the trace of K, and `extremes`.
+
+    In this unit squares neither overflow nor vanish.
+    """
+    extremes_x = extremes(gram_x)
+    extremes_y = extremes(gram_y)
+    num_samples = len(gram_x)
+    gram_x = gram_x / num_samples
+    gram_y = gram_y / num_samples
     unit = scale_of(jnp.sqrt(jnp.trace(gram_x)))
-    gram_x, gram_y = gram_x / unit / unit, gram_y / unit / unit
+    gram_x = gram_x / unit / unit
+    gram_y = gram_y / unit / unit
     trace = jnp.trace(gram_x)
     alpha = kernel_alpha(is_linear, trace) if alpha is None else alpha / unit / unit
-    return gram_x, gram_y, alpha, unit, trace, extreme
+    return gram_x, gram_y, alpha, unit, trace, extremes_x, extremes_y
 
 
-@partial(jax.jit, static_argnames=("estimator", "shape", "given", "words"))
+@partial(jax.jit, static_argnames=("estimator", "shape", "is_given", "settings"))
 def _solve(
     estimator: Estimator,
     problem: _Problem,
@@ -490,63 +517,70 @@ def _solve(
     squares: Array | None,
     trace: Array,
     shape: tuple[int, ...],
-    given: bool,
-    words: _Words,
+    is_given: bool,
+    settings: FitSettings,
 ) -> Operator:
-    """Return the operator of a regression in units, whose columns' mean squares and tr(C_x) are `squares`, `trace`."""
+    """Return the operator of a regression in units.
+
+    `squares` and `trace` are the columns' mean squares and tr(C_x) in these units.
+    """
     solution = span(estimator, regression)
-    basis, values, alpha, cutoff = (
-        solution.vectors,
-        solution.values,
-        regression.alpha,
-        regression.threshold,
-    )
-    unit, sizes, share = units
+    basis = solution.vectors
+    values = solution.values
+    alpha = regression.alpha
+    cutoff = regression.threshold
+    unit, sizes, trace_ratio = units
     penalty = alpha * product(basis.T, basis)
-    latent_x, basis = product(problem.x, basis), basis / sizes[:, None]
-    weights, moments = _latent_moments(latent_x, product(problem.y, basis), penalty, 1)
+    latent_x = product(problem.x, basis)
+    basis = basis / sizes[:, None]
+    latent_y = product(problem.y, basis)
+    weights, moments = _latent_moments(latent_x, latent_y, penalty, 1)
     dual = product(problem.y.T, weights)
+
     # If columns of the successors differ in units, small singular values may be directions.
     heights = jnp.max(jnp.abs(problem.y), 0)
-    uneven = jnp.any(
-        (heights > 0) & (heights < jnp.finfo(heights.dtype).eps ** 0.5 * jnp.max(heights))
-    )
-    regular = jnp.diagonal(moments["gram_x"] + penalty)
+    floor = jnp.finfo(heights.dtype).eps ** 0.5 * jnp.max(heights)
+    is_uneven = jnp.any((heights > 0) & (heights < floor))
+    diagonal = jnp.diagonal(moments["gram_x"] + penalty)
+    is_direction = jnp.where(is_uneven, diagonal > 0.5, values > cutoff * jnp.max(values))
 
     def lifted(coefficients: Array) -> Array:
         return coefficients if lift is None else product(lift, coefficients)
 
+    if squares is not None:
+        squares = squares * unit * unit
     fitting = Fitting(
-        solution.rest * unit,
+        solution.trailing_values * unit,
         solution.variance * unit * unit,
         trace * unit * unit,
-        None if squares is None else squares * unit * unit,
+        squares,
         cutoff,
         solution.residual,
-        *words,
+        settings,
     )
+    readout = dual.T * unit
+    if problem.observable is not None:
+        readout = product(weights.T, problem.observable)
     return Operator(
         **moments,
         encode=LinearMap(problem.offset, lifted(basis / unit)),
         dual=LinearMap(problem.offset_y, lifted(dual * unit)),
         drift=product(problem.drift[None], basis / unit)[0],
-        readout=dual.T * unit
-        if problem.observable is None
-        else product(weights.T, problem.observable),
+        readout=readout,
         mean_observable=problem.mean_observable,
         mean_latent=product(problem.mean[None], basis / unit)[0],
         dual_gram=product(dual.T, dual) * unit * unit,
         basis_gram=product(basis.T, basis) / unit / unit,
         singular_values=values * unit,
-        alpha=alpha * share * unit * unit,
-        effective_rank=jnp.sum(jnp.where(uneven, regular > 0.5, values > cutoff * jnp.max(values))),
+        alpha=alpha * trace_ratio * unit * unit,
+        effective_rank=jnp.sum(is_direction),
         observable_shape=shape,
-        given=given,
+        given=is_given,
         fitting=fitting,
     )
 
 
-@partial(jax.jit, static_argnames=("estimator", "words"))
+@partial(jax.jit, static_argnames=("estimator", "settings"))
 def _solve_kernel(
     estimator: Estimator,
     problem: KernelRegression,
@@ -554,31 +588,44 @@ def _solve_kernel(
     flat: Array,
     unit: Array,
     trace: Array,
-    words: _Words,
+    settings: FitSettings,
 ) -> tuple[dict[str, Any], Basis]:
     """Return the fields of an operator, with coefficients of its maps, and its basis."""
-    number, basis = problem.x.shape[0], span(estimator, problem)
+    num_samples = problem.x.shape[0]
+    basis = span(estimator, problem)
     # U = sum_i c_i phi(x_i) / sqrt(n), with latent functions u(x) = k(x, X) c / sqrt(n).
-    latent_x = product(problem.x, basis.vectors) * number**0.5
-    coefficients = basis.vectors / unit / unit * number**-0.5
-    basis_gram = product(basis.vectors.T, latent_x) * number**-0.5
+    latent_x = product(problem.x, basis.vectors) * num_samples**0.5
+    coefficients = basis.vectors / unit / unit * num_samples**-0.5
+    basis_gram = product(basis.vectors.T, latent_x) * num_samples**-0.5
     latent_y = product(across, coefficients)
-    weights, moments = _latent_moments(latent_x, latent_y, problem.alpha * basis_gram, number)
-    square, cutoff = unit * unit, jnp.asarray(problem.cutoff**0.5, trace.dtype)
-    measured = basis.rest * unit, basis.variance * square, trace * square
+    penalty = problem.alpha * basis_gram
+    weights, moments = _latent_moments(latent_x, latent_y, penalty, num_samples)
+    dual_gram = product(weights.T, product(problem.y, weights))
+
+    square = unit * unit
+    cutoff = problem.cutoff**0.5
+    fitting = Fitting(
+        basis.trailing_values * unit,
+        basis.variance * square,
+        trace * square,
+        None,
+        jnp.asarray(cutoff, trace.dtype),
+        basis.residual,
+        settings,
+    )
     fields = moments | {
-        "fitting": Fitting(*measured, None, cutoff, basis.residual, *words),
+        "fitting": fitting,
         "encode": coefficients,
         "dual": weights,
         "drift": jnp.zeros(latent_x.shape[1], latent_x.dtype),
         "readout": product(weights.T, flat),
         "mean_observable": jnp.zeros(flat.shape[1:], flat.dtype),
         "mean_latent": jnp.mean(latent_x, 0),
-        "dual_gram": product(weights.T, product(problem.y, weights)) * number * unit * unit,
+        "dual_gram": dual_gram * num_samples * unit * unit,
         "basis_gram": basis_gram / unit / unit,
         "singular_values": basis.values * unit,
         "alpha": problem.alpha * unit * unit,
-        "effective_rank": jnp.sum(basis.values > problem.cutoff**0.5 * jnp.max(basis.values)),
+        "effective_rank": jnp.sum(basis.values > cutoff * jnp.max(basis.values)),
     }
     return fields, basis
 

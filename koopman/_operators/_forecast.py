@@ -54,74 +54,90 @@ def predict(operator: Operator, x: Rows, steps: Steps = 1) -> Float[Array, "..."
     ahead = _checked(steps)
     warn_float32(x)
     _warn_lost(operator, ahead)
-    return _forecast(operator, operator.encode(x), to_device(ahead), _num_digits(ahead - 1))
+    latent = operator.encode(x)
+    return _forecast(operator, latent, to_device(ahead), _num_digits(ahead - 1))
 
 
 @eqx.filter_jit
 def _forecast(operator: Operator, latent: Array, ahead: Array, digits: int) -> Array:
-    """Return [1, u(x)] T^(s-1) [mean; D], see `Operator`, for lags s whose predecessors have `digits` binary digits."""
-    latent = jnp.pad(latent, ((0, 0), (1, 0)), constant_values=1.0)
-    step = (
-        jnp.pad(jnp.concatenate([operator.drift[None], operator.core]), ((0, 0), (1, 0)))
-        .at[0, 0]
-        .set(1.0)
-    )
+    """Return [1, u(x)] T^(s-1) [mean; D], see `Operator`, for lags s.
+
+    All s - 1 have at most `digits` binary digits.
+    """
+    first_column = ((0, 0), (1, 0))
+    latent = jnp.pad(latent, first_column, constant_values=1.0)
+    step = jnp.concatenate([operator.drift[None], operator.core])
+    step = jnp.pad(step, first_column)
+    step = step.at[0, 0].set(1.0)
     powers = _matrix_powers(step, (ahead - 1).reshape(-1), digits)
-    latent = product(latent[None], powers) if ahead.ndim else product(latent, powers[0])
-    flat = product(latent, jnp.concatenate([operator.mean_observable[None], operator.readout]))
+    if ahead.ndim:
+        latent = latent[None]
+    else:
+        powers = powers[0]
+    latent = product(latent, powers)
+
+    readout = jnp.concatenate([operator.mean_observable[None], operator.readout])
+    flat = product(latent, readout)
     return flat.reshape(*flat.shape[:-1], *operator.observable_shape)
 
 
 def _warn_lost(operator: Operator, steps: np.ndarray | Array) -> None:
     """Warn if the modes lose 1 % of the forecast to `alpha`."""
-    if (
-        any(is_traced(leaf) for leaf in (operator.core, operator.alpha, steps))
-        or operator.core.shape[0] > 500
-    ):
+    if any(map(is_traced, (operator.core, operator.alpha, steps))):
+        return
+    if operator.core.shape[0] > 500:
         return
     ahead = np.asarray(steps, float).reshape(-1, 1)
     # A bound of the loss, which spares most operators the decomposition.
-    if ahead.max() * np.linalg.norm(np.asarray(operator.penalty), 2) ** 4 < 1e-5:
+    largest_penalty = np.linalg.norm(np.asarray(operator.penalty), 2)
+    if ahead.max() * largest_penalty**4 < 1e-5:
         return
+
     with jax.ensure_compile_time_eval():  # the operator is known, even under a trace
-        modulus, kept, share = (np.asarray(part, float) for part in _mode_losses(operator))
+        moduli, shrinkage, shares = (np.asarray(leaf, float) for leaf in _mode_losses(operator))
     with np.errstate(all="ignore"):
-        lost = np.sqrt(np.sum((share * modulus ** (ahead - 1) * (1 - kept**ahead)) ** 2, 1))
+        amplitudes = shares * moduli ** (ahead - 1)
+        losses = amplitudes * (1 - shrinkage**ahead)
+        lost = np.sqrt(np.sum(losses**2, 1))
     if lost.max() > 1e-2:
         worst = np.argmax(lost)
-        warnings.warn(
+        message = (
             f"`alpha` ({float(operator.alpha):.3g}) takes {lost[worst]:.2g} of the forecast "
-            f"{int(ahead[worst, 0])} "
-            "steps ahead: modes that it suppresses lose some of their size at every step. Lower "
-            "it.",
-            stacklevel=1,
+            f"{int(ahead[worst, 0])} steps ahead: modes that it suppresses lose some of their "
+            "size at every step. Lower it."
         )
+        warnings.warn(message, stacklevel=1)
 
 
 @eqx.filter_jit
 def _mode_losses(operator: Operator) -> tuple[Array, Array, Array]:
     """Return moduli of the eigenvalues, their shrinkage and shares."""
-    found = decompose(operator)
-    return jnp.abs(found.eigenvalues), found.shrinkage, modes(operator, spectrum=found).share
+    spectrum = decompose(operator)
+    moduli = jnp.abs(spectrum.eigenvalues)
+    shares = modes(operator, spectrum=spectrum).share
+    return moduli, spectrum.shrinkage, shares
 
 
 def _checked(steps: Steps) -> np.ndarray | Array:
     if is_traced(steps):
         return steps  # pyright: ignore[reportReturnType]
-    known = np.asarray(steps)
-    if known.min() < 1:
+    ahead = np.asarray(steps)
+    if ahead.min() < 1:
         fail("steps", "be at least 1", steps)
-    largest = jnp.iinfo(jax.dtypes.canonicalize_dtype(np.int64)).max
-    if known.max() > largest:
-        fail("steps", f"be at most {largest}", known.max())
-    return known
+    integers = jax.dtypes.canonicalize_dtype(np.int64)
+    maximum = jnp.iinfo(integers).max
+    if ahead.max() > maximum:
+        fail("steps", f"be at most {maximum}", ahead.max())
+    return ahead
 
 
 @validated
 def matrix_powers(
     matrix: Float[Array | np.ndarray, "r r"], exponents: Int[Array | np.ndarray, " t"]
 ) -> Float[Array, "t r r"]:
-    """Return powers [t, r, r] of one matrix, by one squaring per binary digit of the largest exponent, or 31 if traced.
+    """Return powers [t, r, r] of one matrix.
+
+    There is one squaring per binary digit of the largest exponent, or 31 if exponents are traced.
 
     Args:
         matrix: A square matrix, [r, r].
@@ -135,10 +151,11 @@ def matrix_powers(
 
 
 def _num_digits(exponents: Any) -> int:
-    """Return the number of binary digits of the largest exponent."""
-    return (
-        31 if is_traced(exponents) else int(np.max(np.asarray(exponents), initial=1)).bit_length()
-    )
+    """Return the number of binary digits of the largest exponent, or 31 if it is traced."""
+    if is_traced(exponents):
+        return 31
+    largest = np.max(np.asarray(exponents), initial=1)
+    return int(largest).bit_length()
 
 
 @partial(jax.jit, static_argnames="digits")
@@ -147,22 +164,25 @@ def _matrix_powers(matrix: Array, exponents: Array, digits: int) -> Array:
 
     def body(digit: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         powers, square = state
-        left = exponents >> digit
-        used = ((left & 1) == 1)[:, None, None]
+        remaining = exponents >> digit
+        is_used = ((remaining & 1) == 1)[:, None, None]
         # Unused powers may overflow, here or in a gradient, and are neither multiplied nor squared.
-        powers = jnp.where(used, product(powers, jnp.where(used, square[None], eye[None])), powers)
-        square = jnp.where(jnp.any(left > 1), square, 0.0)
+        factors = jnp.where(is_used, square[None], eye[None])
+        powers = jnp.where(is_used, product(powers, factors), powers)
+        square = jnp.where(jnp.any(remaining > 1), square, 0.0)
         return powers, product(square, square)
 
-    powers = lax.fori_loop(
-        0, digits, body, (jnp.broadcast_to(eye, (*exponents.shape, *eye.shape)), matrix)
-    )[0]
-    return jnp.where((exponents < 0)[:, None, None], jnp.nan, powers)
+    identities = jnp.broadcast_to(eye, (*exponents.shape, *eye.shape))
+    powers, _ = lax.fori_loop(0, digits, body, (identities, matrix))
+    is_negative = (exponents < 0)[:, None, None]
+    return jnp.where(is_negative, jnp.nan, powers)
 
 
 @validated
 def risk(operator: Operator, x: Rows, y: Rows) -> Float[Array, ""]:
-    """Return E |phi(y) - G^* phi(x)|^2, the mean squared error of the forecast, in squared units of the features.
+    """Return E |phi(y) - G^* phi(x)|^2, the mean squared error of the forecast.
+
+    It is in squared units of the features.
 
     Args:
         operator: A fitted operator.
@@ -174,10 +194,11 @@ def risk(operator: Operator, x: Rows, y: Rows) -> Float[Array, ""]:
     """
     warn_float32(x, y)
     latent = operator.encode(x)
-    if isinstance(operator.dual, LinearMap):
-        return _feature_risk(operator.dual, latent, to_device(y))
-    diagonal = _diagonal(operator.dual.kernel, to_device(y))
-    return _kernel_risk(diagonal, latent, operator.dual(y), operator.dual_gram)
+    dual = operator.dual
+    if isinstance(dual, LinearMap):
+        return _feature_risk(dual, latent, to_device(y))
+    diagonal = _diagonal(dual.kernel, to_device(y))
+    return _kernel_risk(diagonal, latent, dual(y), operator.dual_gram)
 
 
 @jax.jit
@@ -189,15 +210,19 @@ def _feature_risk(dual: LinearMap, latent: Array, y: Array) -> Array:
 @compiled_by_kernel
 def _diagonal(kernel: Kernel, y: Array) -> Array:
     """Return k(y, y) of each state, [n]."""
-    return lax.map(lambda row: kernel(row[None], row[None])[0, 0], y)
+
+    def self_similarity(state: Array) -> Array:
+        states = state[None]
+        return kernel(states, states)[0, 0]
+
+    return lax.map(self_similarity, y)
 
 
 @jax.jit
 def _kernel_risk(diagonal: Array, latent: Array, dual: Array, dual_gram: Array) -> Array:
-    across = jnp.mean(jnp.sum(latent * dual, 1))
-    return (
-        jnp.mean(diagonal) - 2 * across + jnp.mean(jnp.sum(product(latent, dual_gram) * latent, 1))
-    )
+    across = jnp.sum(latent * dual, 1)
+    squares = jnp.sum(product(latent, dual_gram) * latent, 1)
+    return jnp.mean(diagonal) - 2 * jnp.mean(across) + jnp.mean(squares)
 
 
 @validated
@@ -216,14 +241,22 @@ def r2_score(
 
 @jax.jit
 def _r2_score(target: Array, forecast: Array) -> Array:
-    target, forecast = (array.reshape(array.shape[0], -1) for array in (target, forecast))
-    away, off = target - jnp.mean(target, 0)[None], target - forecast
-    unit = lax.stop_gradient(jnp.max(jnp.abs(away), 0))  # otherwise squares may overflow or vanish
-    constant = jnp.all(target == target[:1], 0)  # the mean may be rounded
-    unit = jnp.where(constant | (unit == 0), 1.0, unit)[None]
-    error, spread = jnp.sum((off / unit) ** 2, 0), jnp.sum((away / unit) ** 2, 0)
-    ratio = 1.0 - error / jnp.where(constant, 1.0, spread)
-    return jnp.mean(jnp.where(constant, jnp.where(jnp.all(off == 0, 0), 1.0, 0.0), ratio))
+    target = target.reshape(target.shape[0], -1)
+    forecast = forecast.reshape(forecast.shape[0], -1)
+    deviation = target - jnp.mean(target, 0)[None]
+    residual = target - forecast
+    is_constant = jnp.all(target == target[:1], 0)  # the mean may be rounded
+
+    # Without a unit squares may overflow or vanish.
+    unit = lax.stop_gradient(jnp.max(jnp.abs(deviation), 0))
+    unit = jnp.where(is_constant | (unit == 0), 1.0, unit)[None]
+    error = jnp.sum((residual / unit) ** 2, 0)
+    spread = jnp.sum((deviation / unit) ** 2, 0)
+    ratio = 1.0 - error / jnp.where(is_constant, 1.0, spread)
+
+    is_exact = jnp.all(residual == 0, 0)
+    score_of_constant = jnp.where(is_exact, 1.0, 0.0)
+    return jnp.mean(jnp.where(is_constant, score_of_constant, ratio))
 
 
 @validated
@@ -256,17 +289,21 @@ def score(
     ahead = check_count("lag", lag, minimum=1) * check_count("steps", steps, minimum=1)
     states = _as_list(trajectory)
     targets = states if observable is None else _as_list(observable)
-    lengths, others = [len(one) for one in states], [len(one) for one in targets]
+    lengths = list(map(len, states))
+    target_lengths = list(map(len, targets))
     if min(lengths) <= ahead:
         fail("trajectory", f"be longer than lag * steps ({ahead})", f"{min(lengths)} samples")
-    if lengths != others:
-        fail("observable", f"be of the lengths of the trajectories, {lengths}", others)
+    if lengths != target_lengths:
+        fail("observable", f"be of the lengths of the trajectories, {lengths}", target_lengths)
     for array in states:
         check_finite("trajectory", array)
+
     x = cut([array[None] for array in states], ahead, ahead).x
     future = cut([array[None] for array in targets], ahead, ahead).y
     return metric(future, predict(operator, x, steps))
 
 
 def _as_list(arrays: Any) -> list[Any]:
-    return list(map(as_known, arrays if isinstance(arrays, list | tuple) else [arrays]))
+    if not isinstance(arrays, list | tuple):
+        arrays = [arrays]
+    return list(map(as_known, arrays))

@@ -1,4 +1,4 @@
-"""Generator of reversible overdamped Langevin dynamics, from samples of its equilibrium in any order."""
+"""Generator of reversible overdamped Langevin dynamics, from equilibrium samples in any order."""
 
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from dissociation._core.linalg import product, scale_of
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 from koopman._operators._findings import large_alpha, lost_variance, warn_float32, warn_of
+from koopman._operators._numerics import largest_entries, ratio_or_zero, rounding_unit
 from koopman._operators._pairs import check_square, default_alpha, gram_root
 from koopman._operators._spectrum import couplings
 
@@ -51,10 +52,10 @@ def fit_generator(
     alpha: Scalar | None = None,
     shift: Scalar | None = None,
 ) -> Generator:
-    """Fit the resolvent (shift - L)^{-1} in the energy space by Rayleigh and Ritz, with Tikhonov regularisation.
+    """Fit the regularised resolvent (shift - L)^{-1} in the energy space by Rayleigh and Ritz.
 
-        C c = mu (shift (C + alpha I) + E) c,     rate = shift - 1 / mu,     C = E[phi phi^T],   E =
-        D E[J J^T]
+        C c = mu (shift (C + alpha I) + E) c,     rate = shift - 1 / mu,
+        C = E[phi phi^T],   E = D E[J J^T]
 
     For dX = -grad V dt / gamma + sqrt(2 D) dW the generator L is self-adjoint, -<f, L g> = D E[grad
     f . grad g]. The rate is -(E + shift alpha I) / C along c, so that directions with C << alpha
@@ -97,33 +98,19 @@ def fit_generator(
         check_non_negative("alpha", alpha)
     if shift is not None:
         check_positive("shift", shift)
-    size = check_count("rank", rank, minimum=1)
-    if size > x.shape[1]:
-        fail("rank", f"be at most the number of features ({x.shape[1]})", rank)
+    rank = check_count("rank", rank, minimum=1)
+    num_features = x.shape[1]
+    if rank > num_features:
+        fail("rank", f"be at most the number of features ({num_features})", rank)
     warn_float32(x, jac)
     warn_of(lost_variance(x, advice="take them about their mean"))
-    width = x.shape[1]
+
     x = to_device(x)
     numbers = jax.tree.map(lambda number: to_device(number, x.dtype), (diffusion, alpha, shift))
     forms = _forms(x, to_device(jac), *numbers)
     if not any(map(is_traced, forms)):
-        trace = float(forms.trace)
-        energy = float(forms.energy)
-        if energy > 0 and trace > 0:
-            check_square(
-                "jac",
-                energy / trace * float(forms.pace) ** 2,
-                "squares, over those of `x`,",
-                x.dtype,
-            )
-        which = "the mean eigenvalue of E[phi phi^T]"
-        square = float(forms.unit) ** 2
-        warn_of(
-            large_alpha(
-                float(forms.penalty) * square, trace / width * square, trace * square, which
-            )
-        )
-    return _generator(forms, size)
+        _check_forms(forms)
+    return _generator(forms, rank)
 
 
 class _Forms(NamedTuple):
@@ -132,12 +119,12 @@ class _Forms(NamedTuple):
     x: Array  # features over `unit` and `sizes`: [n, d]
     root: Array  # R with R^T R = C: [d, d]
     slope: Array  # R with R^T R = E / pace^2: [d, d]
-    unit: Array
+    unit: Array  # divisor of the features
     sizes: Array  # divisors of the columns: [d]
-    pace: Array
+    pace: Array  # divisor of the derivatives
     shift: Array
     penalty: Array  # alpha
-    trace: Array  # of C
+    trace: Array  # trace of C
     energy: Array  # trace of E / pace^2
 
 
@@ -145,53 +132,75 @@ class _Forms(NamedTuple):
 def _forms(
     x: Array, jac: Array, diffusion: Array, alpha: Array | None, shift: Array | None
 ) -> _Forms:
-    number, width = x.shape
+    num_samples, width = x.shape
     # In these units squares neither overflow nor vanish. Column sizes are powers of two.
-    flat = jnp.moveaxis(jac, 2, 1).reshape(-1, width)
+    rows = jnp.moveaxis(jac, 2, 1).reshape(-1, width)
     unit = scale_of(jnp.max(jnp.abs(x)))
-    x, flat = x / unit, flat / unit * jnp.sqrt(diffusion)
-    sizes = scale_of(jnp.max(jnp.abs(x), 0)) if alpha is None else jnp.ones(width, x.dtype)
-    x, flat = x / sizes[None], flat / sizes[None]
-    pace = scale_of(jnp.max(jnp.abs(flat)))
-    root, slope = gram_root(x * number**-0.5), gram_root(flat / pace * number**-0.5)
+    x = x / unit
+    rows = rows / unit * jnp.sqrt(diffusion)
+
+    sizes = jnp.ones(width, x.dtype)
+    if alpha is None:
+        sizes = scale_of(jnp.max(jnp.abs(x), 0))
+    x = x / sizes[None]
+    rows = rows / sizes[None]
+    pace = scale_of(jnp.max(jnp.abs(rows)))
+
+    root = gram_root(x * num_samples**-0.5)
+    slope = gram_root(rows / pace * num_samples**-0.5)
     trace = jnp.sum(root**2)
     energy = jnp.sum(slope**2)
-    if (
-        shift is None
-    ):  # the mean rate, or 1 if a trace is zero, because the rates then have no scale
-        varying = (trace > 0) & (energy > 0)
-        shift = jnp.where(varying, energy, 1.0) / jnp.where(varying, trace, 1.0)
+    if shift is None:
+        # The mean rate, or 1 if a trace is zero, because the rates then have no scale.
+        is_varying = (trace > 0) & (energy > 0)
+        shift = jnp.where(is_varying, energy, 1.0) / jnp.where(is_varying, trace, 1.0)
     else:
         shift = shift / pace / pace
     penalty = default_alpha(trace, min(x.shape)) if alpha is None else alpha / unit / unit
     return _Forms(x, root, slope, unit, sizes, pace, shift, penalty, trace, energy)
 
 
+def _check_forms(forms: _Forms) -> None:
+    """Raise if rates are out of the dtype's range, and warn if `alpha` is large."""
+    trace = float(forms.trace)
+    energy = float(forms.energy)
+    if energy > 0 and trace > 0:
+        ratio = energy / trace * float(forms.pace) ** 2
+        check_square("jac", ratio, "squares, over those of `x`,", forms.x.dtype)
+
+    square = float(forms.unit) ** 2
+    alpha = float(forms.penalty) * square
+    mean_eigenvalue = trace / forms.x.shape[1] * square
+    words = "the mean eigenvalue of E[phi phi^T]"
+    warn_of(large_alpha(alpha, mean_eigenvalue, trace * square, words))
+
+
 @partial(jax.jit, static_argnames="size")
 def _generator(forms: _Forms, size: int) -> Generator:
     x, root, slope, unit, sizes, pace, shift, penalty, *_ = forms
-    number, width = x.shape
+    num_samples, width = x.shape
     # In the energy space <f, g> = shift E[f g] - E[f L g] the resolvent has the quadratic form
     # E[f^2]. The regularised form has shift alpha I: alpha I added to C alone would make directions
     # with few samples slow.
-    rows, ridge = jnp.stack([jnp.sqrt(shift) * root, slope]), shift * penalty
+    rows = jnp.stack([jnp.sqrt(shift) * root, slope])
+    ridge = shift * penalty
     vectors = _pencil(rows, ridge)[:, :size]
+
     # Rayleigh quotients of the roots, whose numerators are sums of squares: they are not negative
     # and do not cancel.
-    held, energy = jnp.sum(product(rows, vectors[None]) ** 2, 1)
-    held_up = held > (width * jnp.finfo(x.dtype).eps) ** 2
-    square = jnp.where(held_up, held / shift, 1.0)
-    coefficients = vectors * jax.lax.rsqrt(square)[None]
-    rates = jnp.where(
-        held_up, -(energy + ridge * jnp.sum(vectors**2, 0)) / square * pace * pace, -jnp.inf
-    )
-    moment = jnp.mean(product(x, coefficients) ** 4, 0)
+    shifted_squares, energies = jnp.sum(product(rows, vectors[None]) ** 2, 1)
+    is_sampled = shifted_squares > (width * rounding_unit(x)) ** 2
+    squares = jnp.where(is_sampled, shifted_squares / shift, 1.0)
+    energies = energies + ridge * jnp.sum(vectors**2, 0)
+    finite_rates = -energies / squares * pace * pace
+    rates = jnp.where(is_sampled, finite_rates, -jnp.inf)
+
+    coefficients = vectors * jax.lax.rsqrt(squares)[None]
+    fourth_moments = jnp.mean(product(x, coefficients) ** 4, 0)
+    support = ratio_or_zero(float(num_samples), fourth_moments, is_sampled)
     coefficients = coefficients / sizes[:, None] / unit
-    largest = jnp.take_along_axis(coefficients, jnp.argmax(jnp.abs(coefficients), 0)[None], 0)
-    coefficients = coefficients * jnp.where(largest < 0, -1.0, 1.0)
-    return Generator(
-        rates, coefficients, jnp.where(held_up, number / jnp.where(held_up, moment, 1.0), 0.0)
-    )
+    signs = jnp.where(largest_entries(coefficients) < 0, -1.0, 1.0)
+    return Generator(rates, coefficients * signs, support)
 
 
 @jax.custom_jvp
@@ -201,28 +210,32 @@ def _pencil(rows: Float[Array, "2 d d"], ridge: Float[Array, ""]) -> Float[Array
     A = H + rows[1]^T rows[1] + ridge I, H = rows[0]^T rows[0].
     """
     width = rows.shape[-1]
-    stack = jnp.concatenate([*rows, jnp.sqrt(ridge) * jnp.eye(width, dtype=rows.dtype)])
+    ridge_rows = jnp.sqrt(ridge) * jnp.eye(width, dtype=rows.dtype)
+    stack = jnp.concatenate([*rows, ridge_rows])
     # Cosines of the singular vectors of the stacked rows do not square the condition number.
-    left, sizes, right = jnp.linalg.svd(stack, full_matrices=False)
-    kept = sizes > width * jnp.finfo(rows.dtype).eps * sizes[0]
-    whiten = right.T * jnp.where(kept, 1.0 / jnp.where(kept, sizes, 1.0), 0.0)[None]
-    return product(whiten, jnp.linalg.svd(left[:width] * kept[None])[2].T)
+    left_vectors, sizes, right_vectors = jnp.linalg.svd(stack, full_matrices=False)
+    is_kept = sizes > width * rounding_unit(rows) * sizes[0]
+    whiten = right_vectors.T * ratio_or_zero(1.0, sizes, is_kept)[None]
+    cosines = left_vectors[:width] * is_kept[None]
+    _, _, directions = jnp.linalg.svd(cosines)
+    return product(whiten, directions.T)
 
 
 @_pencil.defjvp
 def _pencil_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    (rows, ridge), (d_rows, d_ridge) = primals, tangents
+    rows, ridge = primals
+    d_rows, d_ridge = tangents
     vectors = _pencil(rows, ridge)
-    seen = product(rows, vectors[None])
-    half = product(jnp.swapaxes(seen, 1, 2), product(d_rows, vectors[None]))
-    d_held, d_slope = half + jnp.swapaxes(half, 1, 2)
-    d_energy = d_held + d_slope + d_ridge * product(vectors.T, vectors)
-    squares = jnp.sum(seen[0] ** 2, 0)
+    images = product(rows, vectors[None])
+    d_images = product(d_rows, vectors[None])
+    half = product(jnp.swapaxes(images, 1, 2), d_images)
+    d_moments, d_slopes = half + jnp.swapaxes(half, 1, 2)
+    d_energies = d_moments + d_slopes + d_ridge * product(vectors.T, vectors)
+
+    squares = jnp.sum(images[0] ** 2, 0)
     gap = squares[None] - squares[:, None]
-    unresolved = (jnp.abs(gap) <= 64 * jnp.finfo(rows.dtype).eps) & ~jnp.eye(
-        len(squares), dtype=bool
-    )
-    turn = couplings(
-        d_held - d_energy * squares[None], gap, unresolved
-    )  # lengths cancel in all results
-    return vectors, product(vectors, turn)
+    is_diagonal = jnp.eye(len(squares), dtype=bool)
+    is_unresolved = (jnp.abs(gap) <= 64 * rounding_unit(rows)) & ~is_diagonal
+    perturbation = d_moments - d_energies * squares[None]
+    # Lengths cancel in all results.
+    return vectors, product(vectors, couplings(perturbation, gap, is_unresolved))

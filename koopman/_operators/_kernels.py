@@ -7,7 +7,7 @@ such function serves as a kernel. Parameters may be traced.
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -33,6 +33,7 @@ from dissociation._core.splits import permutation
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from koopman._operators._findings import kernel_findings, warn_float32, warn_of
+from koopman._operators._numerics import rounding_unit
 
 Kernel = Callable[[Array, Array], Array]
 Result = TypeVar("Result")
@@ -40,13 +41,12 @@ States = Float[Array | np.ndarray, "n d"]
 
 
 def plain_number(value: Any) -> Any:
-    """Return a known scalar of NumPy or JAX as Python's, which may be static, and other values unchanged."""
-    known = (
-        isinstance(value, np.generic | np.ndarray | Array)
-        and not is_traced(value)
-        and np.ndim(value) == 0
-    )
-    return value.item() if known else value
+    """Return a known scalar of NumPy or JAX as Python's; return other values unchanged."""
+    if not isinstance(value, np.generic | np.ndarray | Array):
+        return value
+    if is_traced(value) or np.ndim(value):
+        return value
+    return value.item()
 
 
 class Linear(eqx.Module):
@@ -70,7 +70,8 @@ class _Stationary(eqx.Module):
     @validated
     @jax.jit
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
-        x, y = jnp.asarray(x), jnp.asarray(y)
+        x = jnp.asarray(x)
+        y = jnp.asarray(y)
         length = jnp.asarray(self.length_scale, x.dtype)
         unit = scale_of(length)  # otherwise squares overflow or vanish
         return self._values(x / unit, y / unit, length / unit)
@@ -94,7 +95,9 @@ class RBF(_Stationary):
 
 
 class Laplacian(_Stationary):
-    """Laplacian kernel, k(x, y) = exp(-|x - y| / l) with the Euclidean norm: Matern of smoothness 1/2.
+    """Laplacian kernel, k(x, y) = exp(-|x - y| / l) with the Euclidean norm.
+
+    It is the Matern kernel of smoothness 1/2.
 
     Attributes:
         length_scale: l, in units of the states.
@@ -123,13 +126,11 @@ class Matern(_Stationary):
 
     def _values(self, x: Array, y: Array, length: Array) -> Array:
         s = (2 * self.nu) ** 0.5 * _distances(x, y) / length
-        factor = (
-            jnp.ones_like(s)
-            if self.nu == 0.5
-            else 1.0 + s
-            if self.nu == 1.5
-            else 1.0 + s + s**2 / 3
-        )
+        factor = jnp.ones_like(s)
+        if self.nu == 1.5:
+            factor = 1.0 + s
+        elif self.nu == 2.5:
+            factor = 1.0 + s + s**2 / 3
         return factor * jnp.exp(-s)
 
 
@@ -156,11 +157,15 @@ class Polynomial(eqx.Module):
     @validated
     @jax.jit
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
-        return jnp.asarray(self.gamma * _products(x, y) + self.offset) ** self.degree
+        base = self.gamma * _products(x, y) + self.offset
+        return jnp.asarray(base) ** self.degree
 
 
 def compiled_by_kernel(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Compile a function of a kernel and arrays for the kernels of this module, and run it as it is for others."""
+    """Compile a function of a kernel and arrays for the kernels of this module.
+
+    With other kernels the function runs uncompiled.
+    """
     program = jax.jit(function)
 
     @wraps(function)
@@ -188,23 +193,21 @@ def as_module(kernel: Kernel) -> Any:
     """Return a kernel that is a PyTree unchanged, and a plain function as a `Function`."""
     if isinstance(kernel, type):
         fail_kind("kernel", "be a kernel, for example `RBF(1.0)`", describe(kernel))
-    return Function(kernel) if jax.tree.structure(kernel) == jax.tree.structure(0) else kernel
+    is_leaf = jax.tree.structure(kernel) == jax.tree.structure(0)
+    return Function(kernel) if is_leaf else kernel
 
 
 def gram(kernel: Kernel, x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Array:
     """Return the matrix of kernel values; raise if its type or shape is wrong."""
-    values, wanted = kernel(x, y), (x.shape[0], y.shape[0])
+    values = kernel(x, y)
+    shape = (x.shape[0], y.shape[0])
     if not isinstance(values, Array | np.ndarray | np.generic | float):
         fail_kind("kernel", "give an array of kernel values", describe(values))
     values = jnp.asarray(values)
-    if values.shape != wanted:
+    if values.shape != shape:
+        expected = f"give a matrix [n, m] of n and m states, here {shape}"
         advice = "A function of two single states is mapped by `jax.vmap` over each"
-        fail(
-            "kernel",
-            f"give a matrix [n, m] of n and m states, here {wanted}",
-            f"shape {values.shape}",
-            advice,
-        )
+        fail("kernel", expected, f"shape {values.shape}", advice)
     if not jnp.issubdtype(values.dtype, jnp.floating):
         fail_kind("kernel", "give real floating-point numbers", str(values.dtype))
     return values
@@ -212,9 +215,11 @@ def gram(kernel: Kernel, x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Arra
 
 @jax.jit
 def extremes(values: Float[Array, "n n"]) -> Float[Array, "3"]:
-    """Return the largest entry, the smallest diagonal entry, and the largest difference of two entries k(x, y)."""
+    """Return the largest entry, the smallest diagonal entry, and the largest asymmetry."""
     skew = jnp.max(jnp.abs(values - values.T))
-    return jnp.stack([jnp.max(jnp.abs(values)), jnp.min(jnp.diagonal(values)), skew])
+    largest = jnp.max(jnp.abs(values))
+    smallest = jnp.min(jnp.diagonal(values))
+    return jnp.stack([largest, smallest, skew])
 
 
 def check_kernel(extreme: Array) -> None:
@@ -224,28 +229,29 @@ def check_kernel(extreme: Array) -> None:
     dtype = extreme.dtype
     size, smallest, skew = np.asarray(extreme).tolist()
     if not np.isfinite(size):
-        fail(
-            "kernel",
-            "give finite values",
-            size,
-            f"What {dtype} cannot hold overflows: scale the states",
-        )
-    rounding = float(jnp.finfo(dtype).eps) ** 0.5
-    if smallest < -rounding * size:
+        advice = f"What {dtype} cannot hold overflows: scale the states"
+        fail("kernel", "give finite values", size, advice)
+    tolerance = rounding_unit(extreme) ** 0.5 * size
+    if smallest < -tolerance:
         fail("kernel", "be positive semidefinite: k(x, x) at least 0", f"{smallest:.3g}")
-    if skew > rounding * size:
+    if skew > tolerance:
         fail("kernel", "be symmetric, k(x, y) = k(y, x)", f"two values that differ by {skew:.3g}")
 
 
 def kernel_alpha(is_linear: bool, trace: Float[Array, ""]) -> Float[Array, ""]:
-    """Return the default regularisation, 1e-6 times the mean of k(x, x), or rounding for a linear kernel."""
-    # A linear kernel is equivalent to explicit features.
-    return 8 * float(jnp.finfo(trace.dtype).eps) * trace if is_linear else 1e-6 * trace
+    """Return the default regularisation, 1e-6 times the mean of k(x, x).
+
+    For a linear kernel it is rounding, as for explicit features.
+    """
+    factor = 8 * rounding_unit(trace) if is_linear else 1e-6
+    return factor * trace
 
 
 @validated(finite=("x",))
 def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
-    """Return the median Euclidean distance of two states, the usual length scale of an RBF kernel, in units of x.
+    """Return the median Euclidean distance of two states, in units of x.
+
+    It is the usual length scale of an RBF kernel.
 
     Args:
         x: States, [n, d], two or more and finite.
@@ -259,8 +265,8 @@ def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
         fail("x", "hold at least two states", f"shape {x.shape}")
     warn_float32(x)
     if x.shape[0] > max_samples:
-        chosen = permutation(x.shape[0])[:max_samples]
-        x = x[chosen] if isinstance(x, np.ndarray) else jnp.take(x, chosen, axis=0)
+        indices = permutation(x.shape[0])[:max_samples]
+        x = x[indices] if isinstance(x, np.ndarray) else jnp.take(x, indices, axis=0)
     return _median_distance(to_device(x))
 
 
@@ -268,24 +274,26 @@ def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
 def _median_distance(x: Array) -> Array:
     rows, columns = np.triu_indices(x.shape[0], 1)
     unit = scale_of(jnp.max(jnp.abs(x)))
-    return jnp.median(jnp.sqrt(squared_distances(x / unit, x / unit)[rows, columns])) * unit
+    squares = squared_distances(x / unit, x / unit)[rows, columns]
+    return jnp.median(jnp.sqrt(squares)) * unit
 
 
 def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
     """Return |x_i - y_j|^2 by one product, never below zero."""
     # Centring reduces cancellation.
     mean = lax.stop_gradient(jnp.mean(y, 0))[None]
-    x, y = x - mean, y - mean
-    return jnp.maximum(
-        jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y), 0.0
-    )
+    x = x - mean
+    y = y - mean
+    squares_x = jnp.sum(x**2, 1)[:, None]
+    squares_y = jnp.sum(y**2, 1)[None]
+    return jnp.maximum(squares_x + squares_y - 2 * _products(x, y), 0.0)
 
 
 def _gaussian(x: Array, y: Array, length: Array) -> Array:
     # If states are many lengths from their mean, products leave rounding in the exponent.
-    largest = jnp.max(jnp.sum((y - jnp.mean(y, 0)[None]) ** 2, 1))
-    lost = jnp.finfo(x.dtype).eps * largest > 1e-4 * length**2
-    square = lax.cond(lost, lambda: _distances(x, y) ** 2, lambda: squared_distances(x, y))
+    squares = jnp.sum((y - jnp.mean(y, 0)[None]) ** 2, 1)
+    is_lost = rounding_unit(x) * jnp.max(squares) > 1e-4 * length**2
+    square = lax.cond(is_lost, lambda: _distances(x, y) ** 2, lambda: squared_distances(x, y))
     return jnp.exp(-0.5 * square / length**2)
 
 
@@ -294,30 +302,34 @@ def _distances(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, "
 
     # By differences, because the root of a product's rounding would not be small.
     @jax.checkpoint  # otherwise a gradient stores all n m d differences
-    def from_one(one: Array) -> Array:
-        return root(jnp.sum((one[None] - y) ** 2, 1))
+    def distances_from(state: Array) -> Array:
+        squares = (state[None] - y) ** 2
+        return root(jnp.sum(squares, 1))
 
-    return lax.map(from_one, x)
+    return lax.map(distances_from, x)
 
 
 def _products(x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
     return product(jnp.asarray(x), jnp.asarray(y).T)
 
 
+def _check_width(x: Array | np.ndarray, width: int) -> None:
+    if x.shape[1] != width:
+        fail("x", f"have shape [n, {width}], as the operator was fitted", np.shape(x))
+
+
 class LinearMap(eqx.Module):
-    """Map x -> (x - offset) matrix of features. `offset` is their mean if they are centred, else zero."""
+    """Map x -> (x - offset) matrix of features.
+
+    `offset` is the mean of centred features, else zero.
+    """
 
     offset: Float[Array, " d"]
     matrix: Float[Array, "d r"]
 
     @validated
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
-        if x.shape[1] != self.matrix.shape[0]:
-            fail(
-                "x",
-                f"have shape [n, {self.matrix.shape[0]}], as the operator was fitted",
-                np.shape(x),
-            )
+        _check_width(x, self.matrix.shape[0])
         return _linear_features(to_device(x), self.offset, self.matrix)
 
 
@@ -335,12 +347,7 @@ class KernelMap(eqx.Module):
 
     @validated
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
-        if x.shape[1] != self.centres.shape[1]:
-            fail(
-                "x",
-                f"have shape [n, {self.centres.shape[1]}], as the operator was fitted",
-                np.shape(x),
-            )
+        _check_width(x, self.centres.shape[1])
         return kernel_features(self.kernel, self.centres, self.coefficients, to_device(x))
 
 
@@ -352,7 +359,9 @@ def kernel_features(kernel: Kernel, centres: Array, coefficients: Array, x: Arra
 
 @validated(finite=("centres",))
 def nystroem_map(kernel: Kernel, centres: Float[Array | np.ndarray, "m d"]) -> KernelMap:
-    """Return the map from states [n, d] to Nystroem features [n, m], whose products are k(x, Z) k(Z, Z)^(-1) k(Z, y).
+    """Return the map from states [n, d] to Nystroem features [n, m].
+
+    Products of features are k(x, Z) k(Z, Z)^(-1) k(Z, y).
 
     Args:
         kernel: Kernel of `koopman`, or a function of two arrays of states.
@@ -382,7 +391,8 @@ def nystroem_map(kernel: Kernel, centres: Float[Array | np.ndarray, "m d"]) -> K
 def _nystroem(kernel: Kernel, centres: Array) -> tuple[Array, Array, Array]:
     """Return k(Z, Z), its `extremes`, and k(Z, Z)^(-1/2)."""
     values = gram(kernel, centres, centres)
-    return values, extremes(values), psd_power(values, -0.5)
+    coefficients = psd_power(values, -0.5)
+    return values, extremes(values), coefficients
 
 
 @validated(finite=("x",))
@@ -415,19 +425,22 @@ def choose_centres(
         optimal learning.
     """
     check_choice("method", method, ("uniform", "leverage"))
-    count, number = check_count("num_centres", num_centres, minimum=1), x.shape[0]
-    if count > number:
-        fail("num_centres", f"be at most the number of samples ({number})", num_centres)
+    num_centres = check_count("num_centres", num_centres, minimum=1)
+    num_samples = x.shape[0]
+    if num_centres > num_samples:
+        fail("num_centres", f"be at most the number of samples ({num_samples})", num_centres)
     if method == "uniform":
-        return _drawn(key, number, count)[0]
+        indices, _, _ = _drawn(key, num_samples, num_centres)
+        return indices
     if kernel is None:
         fail("kernel", "be given for leverage scores", "None")
     if alpha is not None:
         check_non_negative("alpha", alpha)
     warn_float32(x)
     x = to_device(x)
-    _, centres, second = _drawn(key, number, count, x)
-    indices, alpha = _by_leverage(nystroem_map(kernel, centres)(x), alpha, second)
+    _, centres, leverage_key = _drawn(key, num_samples, num_centres, x)
+    features = nystroem_map(kernel, centres)(x)
+    indices, alpha = _by_leverage(features, alpha, leverage_key)
     check_non_negative("alpha", alpha)
     return indices
 
@@ -436,58 +449,71 @@ def choose_centres(
 def _drawn(
     key: PRNGKey, number: int, count: int, x: Array | None = None
 ) -> tuple[Array, Any, Array]:
-    """Return indices of `count` samples of `number`, these samples of `x`, and a key for another draw."""
-    first, second = jax.random.split(key)
-    indices = jax.random.permutation(first, number)[:count]
-    return indices, jax.tree.map(lambda array: array[indices], x), second
+    """Return indices of `count` samples of `number`, the samples of `x`, and another key."""
+    key, next_key = jax.random.split(key)
+    indices = jax.random.permutation(key, number)[:count]
+    samples = jax.tree.map(lambda array: array[indices], x)
+    return indices, samples, next_key
 
 
 @jax.jit
 def _by_leverage(features: Array, alpha: Scalar | None, key: PRNGKey) -> tuple[Array, Scalar]:
     """Return indices of as many samples as centres, and the regularisation."""
-    number, count = features.shape
-    features = features * number**-0.5
-    alpha = 1e-6 * jnp.sum(features**2) if alpha is None else alpha
-    gram = product(features.T, features) + alpha * jnp.eye(count, dtype=features.dtype)
-    scores = jnp.sum(features * product(features, psd_power(gram, -1.0)), 1)
+    num_samples, num_centres = features.shape
+    features = features * num_samples**-0.5
+    if alpha is None:
+        alpha = 1e-6 * jnp.sum(features**2)
+    covariance = product(features.T, features)
+    regularised = covariance + alpha * jnp.eye(num_centres, dtype=features.dtype)
+    solved = product(features, psd_power(regularised, -1.0))
+    scores = jnp.sum(features * solved, 1)
     # The m largest sums of log score and Gumbel noise are a draw without repetition, by scores.
-    noise = jax.random.gumbel(key, (number,), features.dtype)
-    indices = jax.lax.top_k(
-        jnp.log(jnp.maximum(scores, jnp.finfo(scores.dtype).tiny)) + noise, count
-    )[1]
+    noise = jax.random.gumbel(key, (num_samples,), features.dtype)
+    logarithms = jnp.log(jnp.maximum(scores, jnp.finfo(scores.dtype).tiny))
+    _, indices = lax.top_k(logarithms + noise, num_centres)
     return indices, alpha
 
 
 # M = U^T C_xy U loses a fraction b = alpha / (c + alpha) per step of a function with mean square c.
 # Four steps of iterated Tikhonov regularisation, by F, leave b^4 (Engl, Hanke and Neubauer 1996,
 # Regularization of inverse problems, section 5.1).
+class FitSettings(NamedTuple):
+    """Static facts of a fit that `diagnose` reads.
+
+    Attributes:
+        compared: Words for `Fitting.variance`; empty if `alpha` is not compared with it.
+        has_rank: True if the estimator has a rank.
+        inverts_all: True if the estimator inverts C_x in all directions.
+        is_centred: True if features are taken about their mean.
+    """
+
+    compared: str
+    has_rank: bool
+    inverts_all: bool
+    is_centred: bool
+
+
 class Fitting(eqx.Module):
     """Facts of a fit that `diagnose` reads.
 
     Attributes:
-        rest: Singular values beyond the rank, in the units of `singular_values`: [k].
+        trailing_values: Singular values beyond the rank, in the units of `singular_values`: [k].
         variance: Eigenvalue of C_x or K, or their mean, that `alpha` should not exceed.
         trace: Trace of C_x or K.
         squares: Mean squares of the columns, if the default `alpha` can suppress small ones, else
             None: [d].
         cutoff: Relative size below which a singular value counts as zero.
         residual: Relative residual of an iterative solver, or None.
-        compared: What `variance` is, in words; empty if `alpha` is not compared.
-        ranked: True if a rank was asked for.
-        whole: True if the estimator inverts C_x in all directions.
-        centred: True if features are taken about their mean.
+        settings: Static facts.
     """
 
-    rest: Float[Array, " k"]
+    trailing_values: Float[Array, " k"]
     variance: Float[Array, ""]
     trace: Float[Array, ""]
     squares: Float[Array, " d"] | None
     cutoff: Float[Array, ""]
     residual: Float[Array, ""] | None
-    compared: str = eqx.field(static=True)
-    ranked: bool = eqx.field(static=True)
-    whole: bool = eqx.field(static=True)
-    centred: bool = eqx.field(static=True)
+    settings: FitSettings = eqx.field(static=True)
 
 
 class Operator(eqx.Module):
@@ -519,7 +545,7 @@ class Operator(eqx.Module):
             zero or rounding.
         observable_shape: Shape of one observable.
         given: If False, `alpha` is the default.
-        fitting: What `diagnose` reads beside these.
+        fitting: Facts that `diagnose` reads beside these.
     """
 
     encode: LinearMap | KernelMap
@@ -545,11 +571,14 @@ class Operator(eqx.Module):
     def __repr__(self) -> str:
         if is_traced(self.alpha) or jnp.ndim(self.alpha):
             return eqx.tree_pformat(self)
-        rank, held = self.core.shape[0], int(self.effective_rank)
-        dropped = f", {rank - held} of {rank} directions dropped" if held < rank else ""
-        said = "given" if self.given else "default"
+        rank = self.core.shape[0]
+        num_dropped = rank - int(self.effective_rank)
+        dropped = ""
+        if num_dropped > 0:
+            dropped = f", {num_dropped} of {rank} directions dropped"
+        origin = "given" if self.given else "default"
         return (
-            f"Operator(rank={rank}, alpha={float(self.alpha):.3g} ({said}){dropped}, "
+            f"Operator(rank={rank}, alpha={float(self.alpha):.3g} ({origin}){dropped}, "
             f"{self.core.dtype})"
         )
 

@@ -17,13 +17,14 @@ from dissociation._core.linalg import product
 from dissociation._core.types import Count, InTime
 from dissociation._core.validation import validated
 from koopman._operators._findings import lost_variance, warn_float32, warn_of
+from koopman._operators._numerics import ratio_or_zero, rounding_unit
 
 Trajectories = Annotated[
     Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]], InTime()
 ]
-Placed = TypeVar("Placed")
-Given = Array | np.ndarray
-Rows = Float[Given, "n d"]
+Converted = TypeVar("Converted")
+AnyArray = Array | np.ndarray
+Rows = Float[AnyArray, "n d"]
 
 _QUICK_QR = 2**27  # rows times columns squared of a QR in about 0.1 s, as compiling takes
 
@@ -94,44 +95,59 @@ def lagged_pairs(
     Array([[1., 2.],
            [3., 4.]], dtype=float32)
     """
+    steps = lag
     if max_lag is None:
-        steps = longest = check_count("lag", lag, minimum=1)
+        steps = check_count("lag", lag, minimum=1)
+        longest = steps
     else:
         longest = check_count("max_lag", max_lag, minimum=1)
-        steps = lag if is_traced(lag) else check_count("lag", lag, minimum=1, maximum=longest)
+        if not is_traced(lag):
+            steps = check_count("lag", lag, minimum=1, maximum=longest)
+    reach = f"the lag ({longest})"
     stacks = _stacked(
-        "trajectories",
-        trajectories,
-        trajectory_axis,
-        longest,
-        f"the lag ({longest})",
-        "Shorten the lag",
+        "trajectories", trajectories, trajectory_axis, longest, reach, "Shorten the lag"
     )
-    x, y = cut(stacks, steps, longest)
-    if is_traced(steps):
-        if not jnp.issubdtype(y.dtype, jnp.floating):
-            fail_kind("trajectories", "be floating point where `lag` is traced", y.dtype)
-        y = jnp.where((steps >= 1) & (steps <= longest), y, jnp.nan)
-    return Pairs(x, y)
+    pairs = cut(stacks, steps, longest)
+    if not is_traced(steps):
+        return pairs
+    x, y = pairs
+    if not jnp.issubdtype(y.dtype, jnp.floating):
+        fail_kind("trajectories", "be floating point where `lag` is traced", y.dtype)
+    is_in_range = (steps >= 1) & (steps <= longest)
+    return Pairs(x, jnp.where(is_in_range, y, jnp.nan))
 
 
 def cut(stacks: list[Any], steps: Any, longest: int) -> Pairs:
-    """Return pairs at a lag `steps` of at most `longest` of stacked trajectories [trajectories, time, ...]."""
+    """Return pairs at a lag `steps` of stacked trajectories [trajectories, time, ...].
+
+    `longest`: Largest lag.
+    """
     if is_traced(steps) or not all(isinstance(stack, np.ndarray) for stack in stacks):
-        return Pairs(*_cut_all(stacks, steps, longest))
-    parts = (
-        [_joined(s[:, at : at + s.shape[1] - longest]) for s in stacks] for at in (0, int(steps))
-    )
-    return Pairs(*(_placed(np.concatenate(part)) for part in parts))
+        x, y = _cut_all(stacks, steps, longest)
+    else:
+        x = _cut_on_host(stacks, 0, longest)
+        y = _cut_on_host(stacks, int(steps), longest)
+    return Pairs(x, y)
+
+
+def _cut_on_host(stacks: list[np.ndarray], start: int, longest: int) -> Array:
+    """Return the joined states from time `start`, all but `longest` states of each trajectory."""
+    states = []
+    for stack in stacks:
+        stop = start + stack.shape[1] - longest
+        states.append(_joined(stack[:, start:stop]))
+    return _placed(np.concatenate(states))
 
 
 @partial(jax.jit, static_argnames="longest")
 def _cut_all(stacks: list[Array], steps: Array, longest: int) -> tuple[Array, Array]:
     """Return x and y of pairs at a traced lag `steps` of at most `longest`."""
-    seconds = [_joined(lax.dynamic_slice_in_dim(s, steps, s.shape[1] - longest, 1)) for s in stacks]
-    return jnp.concatenate([_joined(stack[:, :-longest]) for stack in stacks]), jnp.concatenate(
-        seconds
-    )
+    x = [_joined(stack[:, :-longest]) for stack in stacks]
+    y = []
+    for stack in stacks:
+        length = stack.shape[1] - longest
+        y.append(_joined(lax.dynamic_slice_in_dim(stack, steps, length, 1)))
+    return jnp.concatenate(x), jnp.concatenate(y)
 
 
 @validated(empty=("trajectory",))
@@ -145,7 +161,7 @@ def delay_embed(
     run: Any = None,
     columns: Any = None,
 ) -> Real[Array, "*trajectories rows features"] | list[Real[Array, "_ features"]]:
-    """Return the rows (x_t, x_{t - s}, ..., x_{t - (q - 1) s}): the Hankel matrix of each trajectory.
+    """Return the rows (x_t, x_{t - s}, ..., x_{t - (q - 1) s}), a trajectory's Hankel matrix.
 
     Args:
         trajectory: States in the order of time, in the forms of `lagged_pairs`.
@@ -174,76 +190,85 @@ def delay_embed(
     Array([[2., 1., 0.],
            [3., 2., 1.]], dtype=float32)
     """
-    count, step = (
-        check_count("num_delays", num_delays, minimum=1),
-        check_count("stride", stride, minimum=1),
-    )
-    reach = (count - 1) * step
-    stacks = _stacked(
-        "trajectory", trajectory, trajectory_axis, reach, f"(num_delays - 1) * stride ({reach})"
-    )
+    num_delays = check_count("num_delays", num_delays, minimum=1)
+    stride = check_count("stride", stride, minimum=1)
+    span = (num_delays - 1) * stride
+    reach = f"(num_delays - 1) * stride ({span})"
+    stacks = _stacked("trajectory", trajectory, trajectory_axis, span, reach)
+
     # One gather with static indices: slices compile a program for each start and length.
-    places = [
-        np.arange(reach, stack.shape[1])[:, None] - step * np.arange(count) for stack in stacks
-    ]
-    rows = [
-        stack[:, at].reshape(len(stack), len(at), -1)
-        for stack, at in zip(stacks, places, strict=True)
-    ]
-    rows = [_placed(row if trajectory_axis is not None else row[0]) for row in rows]
-    return rows[0] if isinstance(trajectory, Array | np.ndarray) else rows
+    embedded = []
+    for stack in stacks:
+        indices = np.arange(span, stack.shape[1])[:, None] - stride * np.arange(num_delays)
+        rows = stack[:, indices].reshape(len(stack), len(indices), -1)
+        if trajectory_axis is None:
+            rows = rows[0]
+        embedded.append(_placed(rows))
+    return embedded[0] if isinstance(trajectory, Array | np.ndarray) else embedded
 
 
 def _stacked(
     name: str, trajectories: Any, axis: int | None, longest: int, reach: str, advice: str = ""
 ) -> list[Any]:
-    """Return checked trajectories in stacks of equal length, [trajectories, time, ...] each, of one dtype."""
-    several = not isinstance(trajectories, Array | np.ndarray)
-    arrays = list(trajectories) if several else [trajectories]
-    if several and axis is not None:
-        fail("trajectory_axis", "be None for a list of trajectories", axis)
-    names = [f"{name}[{index}]" for index in range(len(arrays))]
-    for which, array in zip(names if several else [name], arrays, strict=True):
-        check_finite(which, array)
+    """Return checked trajectories in stacks of equal length, of one dtype.
+
+    The shape of a stack is [trajectories, time, ...]. `reach` are words for `longest`.
+    """
+    is_list = not isinstance(trajectories, Array | np.ndarray)
+    arrays = [trajectories]
+    names = [name]
+    if is_list:
+        if axis is not None:
+            fail("trajectory_axis", "be None for a list of trajectories", axis)
+        arrays = list(trajectories)
+        names = [f"{name}[{index}]" for index in range(len(arrays))]
+    for array_name, array in zip(names, arrays, strict=True):
+        check_finite(array_name, array)
     warn_float32(*arrays)
-    dtype, known = common_dtype(names, arrays), all(map(_on_host, arrays))
+
     # NumPy if possible: slices of JAX's arrays compile a program per start and length.
-    arrays = [(np if known else jnp).asarray(array, dtype) for array in arrays]
-    stacks = [array[None] for array in arrays] if several else [_one_stack(name, arrays[0], axis)]
-    for which, stack in zip(names if len(stacks) > 1 else [name], stacks, strict=True):
+    dtype = common_dtype(names, arrays)
+    numpy = np if all(map(_on_host, arrays)) else jnp
+    arrays = [numpy.asarray(array, dtype) for array in arrays]
+    stacks = [array[None] for array in arrays] if is_list else [_one_stack(name, arrays[0], axis)]
+    num_stacks = len(stacks)
+    if num_stacks == 1:
+        names = [name]
+    _check_states(names, stacks)
+
+    long_stacks = [stack for stack in stacks if stack.shape[1] > longest]
+    if not long_stacks:
+        received = f"{max(stack.shape[1] for stack in stacks)} samples"
+        if num_stacks > 1:
+            received = f"{received} at most"
+        fail(name, f"be longer than {reach}", received, advice)
+    num_skipped = num_stacks - len(long_stacks)
+    if num_skipped:
+        message = f"Skipped {num_skipped} of {num_stacks} trajectories that are not longer than"
+        warn(f"{message} {reach}.", UserWarning)
+    return long_stacks
+
+
+def _check_states(names: list[str], stacks: list[Any]) -> None:
+    """Raise unless all stacks have a time axis and states of one shape."""
+    state_shape = stacks[0].shape[2:]
+    for name, stack in zip(names, stacks, strict=True):
         if stack.ndim < 2:
-            fail(which, "have a time axis", f"shape {stack.shape[1:]}")
-        if stack.shape[2:] != stacks[0].shape[2:]:
-            fail(which, f"have states of shape {stacks[0].shape[2:]}", stack.shape[2:])
-    kept = [stack for stack in stacks if stack.shape[1] > longest]
-    if not kept:
-        most = max(stack.shape[1] for stack in stacks)
-        fail(
-            name,
-            f"be longer than {reach}",
-            f"{most} samples{' at most' if len(stacks) > 1 else ''}",
-            advice,
-        )
-    if len(kept) < len(stacks):
-        skipped = len(stacks) - len(kept)
-        warn(
-            f"Skipped {skipped} of {len(stacks)} trajectories that are not longer than {reach}.",
-            UserWarning,
-        )
-    return kept
+            fail(name, "have a time axis", f"shape {stack.shape[1:]}")
+        if stack.shape[2:] != state_shape:
+            fail(name, f"have states of shape {state_shape}", stack.shape[2:])
 
 
-def _on_host(array: Array | np.ndarray) -> bool:
-    """Return True if NumPy can read an array and the result may be placed by default, without changing the device."""
+def _on_host(array: AnyArray) -> bool:
+    """Return True if NumPy can read an array and its result may have the default device."""
     if is_traced(array):
         return False
-    known = isinstance(array, np.ndarray)
-    return known or (
-        not array.committed and all(device.platform == "cpu" for device in array.devices())
-    )
+    if isinstance(array, np.ndarray):
+        return True
+    return not array.committed and all(device.platform == "cpu" for device in array.devices())
 
 
-def _placed(array: Array | np.ndarray) -> Array:
+def _placed(array: AnyArray) -> Array:
     """Return a host array as a JAX array."""
     # `jnp.asarray` would compile a program for each shape.
     return jax.device_put(array) if isinstance(array, np.ndarray) else array
@@ -252,21 +277,18 @@ def _placed(array: Array | np.ndarray) -> Array:
 def _one_stack(name: str, array: Any, axis: int | None) -> Any:
     if axis is None:
         if array.ndim > 2:
+            expected = "name the axis of trajectories if of three axes or more"
             advice = (
                 "Pass trajectory_axis=0 for [trajectories, time, ...], or [array] for one "
                 "trajectory [time, ...]"
             )
-            fail(
-                name, "name the axis of trajectories if of three axes or more", array.shape, advice
-            )
+            fail(name, expected, array.shape, advice)
         return array[None]
     if array.ndim < 2 or not -array.ndim <= axis < array.ndim:
-        fail(
-            "trajectory_axis",
-            f"be an axis of `{name}`, with another for time",
-            f"{axis} of {array.shape}",
-        )
-    return (np if isinstance(array, np.ndarray) else jnp).moveaxis(array, axis, 0)
+        expected = f"be an axis of `{name}`, with another for time"
+        fail("trajectory_axis", expected, f"{axis} of {array.shape}")
+    numpy = np if isinstance(array, np.ndarray) else jnp
+    return numpy.moveaxis(array, axis, 0)
 
 
 def _joined(stack: Any) -> Any:
@@ -274,74 +296,79 @@ def _joined(stack: Any) -> Any:
 
 
 def checked_pairs(
-    x: Given, y: Given, observable: Given | None, place: Callable[[Any], Placed]
-) -> tuple[Placed, Placed, Placed, tuple[int, ...]]:
-    """Return checked x [n, d], y [n, d], the observable (default: y) as [n, o], and the shape of one observable."""
-    for name, array in (("x", x), ("y", y), ("observable", observable)):
-        if array is not None:
-            check_finite(name, array)
-    observable = y if observable is None else observable
-    if x.shape[0] < 2:
-        fail(
-            "x",
-            "hold at least two pairs",
-            f"shape {x.shape}",
-            "Use a longer trajectory or a shorter lag",
-        )
+    x: AnyArray, y: AnyArray, observable: AnyArray | None, convert: Callable[[Any], Converted]
+) -> tuple[Converted, Converted, Converted, tuple[int, ...]]:
+    """Return checked x [n, d], y [n, d], the observable as [n, o], and its shape without n.
+
+    The observable is y if it is None.
+    """
+    check_finite("x", x)
+    check_finite("y", y)
+    if observable is None:
+        observable = y
+    else:
+        check_finite("observable", observable)
+    num_pairs = x.shape[0]
+    if num_pairs < 2:
+        advice = "Use a longer trajectory or a shorter lag"
+        fail("x", "hold at least two pairs", f"shape {x.shape}", advice)
     warn_float32(x, y, observable)
-    return (
-        place(x),
-        place(y),
-        place(observable.reshape(x.shape[0], -1)),
-        tuple(observable.shape[1:]),
-    )
+    flat = observable.reshape(num_pairs, -1)
+    return convert(x), convert(y), convert(flat), tuple(observable.shape[1:])
 
 
-def as_known(array: Array | np.ndarray) -> Array | np.ndarray:
+def as_known(array: AnyArray) -> AnyArray:
     """Return an array on the host as NumPy's, in JAX's dtype, to avoid compilation."""
-    return (
-        np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
-        if _on_host(array)
-        else to_device(array)
-    )
+    if not _on_host(array):
+        return to_device(array)
+    return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
 
 
-def few_rows(*parts: Array | np.ndarray) -> tuple[Array, ...]:
-    """Return as many rows as columns with the same products x^T x, x^T y, ...; JAX's or large arrays unchanged."""
+def few_rows(*arrays: AnyArray) -> tuple[Array, ...]:
+    """Return as many rows as columns with the same products x^T x, x^T y, ...
+
+    JAX's arrays and large arrays are returned unchanged.
+    """
     # Every number of rows then runs the same compiled programs. The QR of large arrays takes longer
     # than compiling.
-    number, width = len(parts[0]), sum(part.shape[1] for part in parts)
-    if (
-        not all(isinstance(part, np.ndarray) for part in parts)
-        or max(number, width) * width**2 > _QUICK_QR
-    ):
-        return tuple(map(to_device, parts))
-    rows = np.zeros((max(number, width), width))
-    np.concatenate(parts, 1, out=rows[:number])
-    rows = np.linalg.qr(rows, mode="r") if number > width else rows
-    columns = np.split(rows, np.cumsum([part.shape[1] for part in parts])[:-1], 1)
-    return tuple(
-        _placed(some.astype(part.dtype)) for some, part in zip(columns, parts, strict=True)
-    )
+    num_rows = len(arrays[0])
+    widths = [array.shape[1] for array in arrays]
+    width = sum(widths)
+    size = max(num_rows, width)
+    if not all(isinstance(array, np.ndarray) for array in arrays) or size * width**2 > _QUICK_QR:
+        return tuple(map(to_device, arrays))
+
+    rows = np.zeros((size, width))
+    np.concatenate(arrays, 1, out=rows[:num_rows])
+    if num_rows > width:
+        rows = np.linalg.qr(rows, mode="r")
+    columns = np.split(rows, np.cumsum(widths)[:-1], 1)
+    blocks = zip(columns, arrays, strict=True)
+    return tuple(_placed(block.astype(array.dtype)) for block, array in blocks)
 
 
 def default_alpha(trace: Float[Array, ""], rank: Array | int) -> Float[Array, ""]:
-    """Return the default regularisation of explicit features, max((k eps)^2, k 2^-52) tr(C_x) with k = `rank`."""
+    """Return the default regularisation of explicit features.
+
+    It is max((k eps)^2, k 2^-52) tr(C_x) with k = `rank`.
+    """
     # In float64 (k eps)^2 alone would let forecasts diverge if few pairs have nearly dependent
     # features. In float32 k eps would suppress directions that predict.
-    return jnp.maximum((rank * jnp.finfo(trace.dtype).eps) ** 2, rank * 2.0**-52) * trace
+    square = (rank * jnp.finfo(trace.dtype).eps) ** 2
+    return jnp.maximum(square, rank * 2.0**-52) * trace
 
 
-def check_square(name: str, square: float, what: str, dtype: Any) -> None:
+def check_square(name: str, square: float, words: str, dtype: Any) -> None:
     """Raise unless a known second moment and its inverse are in the dtype's range."""
     limits = jnp.finfo(dtype)
-    low, high = float(limits.tiny / limits.eps), float(limits.max) * float(limits.eps) ** 0.75
+    low = float(limits.tiny / limits.eps)
+    high = float(limits.max) * float(limits.eps) ** 0.75
     if not low < square < high:
-        wanted = (
-            f"have {what} from {low:.0e} to {high:.0e}, with an inverse in the range of "
+        expected = (
+            f"have {words} from {low:.0e} to {high:.0e}, with an inverse in the range of "
             f"{limits.dtype}"
         )
-        fail(name, wanted, f"{square:.3g}", "Scale the data")
+        fail(name, expected, f"{square:.3g}", "Scale the data")
 
 
 class Moments(eqx.Module):
@@ -362,9 +389,8 @@ class Moments(eqx.Module):
     mean_x: Float[Array, " d"]
     mean_y: Float[Array, " dy"]
     mean_observable: Float[Array, " o"]
-    rest: Float[
-        Array, " numbers"
-    ]  # float32 counts only to 2^24, and a mean far from zero stops at its rounding
+    # Float32 counts only to 2^24, and a mean far from zero stops at its rounding.
+    rest: Float[Array, " numbers"]
     root: Float[Array, "all all"]
     center: bool = eqx.field(static=True)
 
@@ -376,17 +402,16 @@ class Moments(eqx.Module):
     @property
     def total(self) -> tuple[Array, Array]:
         """Count and means, joined as `rest` is, and `rest`."""
-        return jnp.concatenate(
-            [self.count[None], self.mean_x, self.mean_y, self.mean_observable]
-        ), self.rest
+        sums = [self.count[None], self.mean_x, self.mean_y, self.mean_observable]
+        return jnp.concatenate(sums), self.rest
 
 
 @validated(finite=("x", "y", "observable"))
 def moments(
     x: Rows,
-    y: Float[Given, "n dy"],
+    y: Float[AnyArray, "n dy"],
     *,
-    observable: Float[Given, "n o"] | None = None,
+    observable: Float[AnyArray, "n o"] | None = None,
     center: bool = False,
 ) -> Moments:
     """Return the moments of pairs in memory.
@@ -400,14 +425,15 @@ def moments(
     Raises:
         ValueError: If known data are not finite (the error names the row).
     """
-    return _compiled_moments(*_parts(x, y, observable, center), center)
+    return _compiled_moments(*_prepared(x, y, observable, center), center)
 
 
-def _parts(
-    x: Given, y: Given, observable: Given | None, center: bool
+def _prepared(
+    x: AnyArray, y: AnyArray, observable: AnyArray | None, center: bool
 ) -> tuple[Array, Array, Array]:
     """Return x, y and the observable (default: y) as JAX arrays, and warn of rounding."""
-    observable = y if observable is None else observable
+    if observable is None:
+        observable = y
     warn_float32(x, y, observable)
     if not center:
         warn_of(lost_variance(x))
@@ -416,27 +442,28 @@ def _parts(
 
 def _moments(x: Array, y: Array, observable: Array, center: bool) -> Moments:
     joint = jnp.concatenate([x, y, observable], 1)
-    mean, rest = mean_of(joint)
+    mean, mean_error = mean_of(joint)
     if center:
-        joint = (joint - mean[None]) - rest[None]
-    total = jnp.concatenate([jnp.asarray([x.shape[0]], x.dtype), mean])
-    rest = jnp.concatenate([jnp.zeros(1, x.dtype), rest])
-    return _of_total(total, rest, gram_root(joint), (x.shape[1], y.shape[1]), center)
+        joint = (joint - mean[None]) - mean_error[None]
+    count = jnp.asarray([x.shape[0]], x.dtype)
+    total = jnp.concatenate([count, mean])
+    error = jnp.concatenate([jnp.zeros(1, x.dtype), mean_error])
+    widths = (x.shape[1], y.shape[1])
+    return _of_total(total, error, gram_root(joint), widths, center)
 
 
 _compiled_moments = jax.jit(_moments, static_argnames="center")
 
 
 def _of_total(
-    total: Array, rest: Array, root: Array, widths: tuple[int, ...], center: bool
+    total: Array, error: Array, root: Array, widths: tuple[int, ...], center: bool
 ) -> Moments:
-    start, middle = 1 + widths[0], 1 + widths[0] + widths[1]
-    return Moments(
-        total[0], total[1:start], total[start:middle], total[middle:], rest, root, center
-    )
+    end_x = 1 + widths[0]
+    end_y = end_x + widths[1]
+    return Moments(total[0], total[1:end_x], total[end_x:end_y], total[end_y:], error, root, center)
 
 
-def mean_of(x: Rows) -> tuple[Float[Given, " d"], Float[Given, " d"]]:
+def mean_of(x: Rows) -> tuple[Float[AnyArray, " d"], Float[AnyArray, " d"]]:
     """Return the mean of every column, and its rounding error."""
     # The first mean carries the rounding of a large offset; the mean of the remainder does not.
     if isinstance(x, np.ndarray):
@@ -452,8 +479,9 @@ def mean_of(x: Rows) -> tuple[Float[Given, " d"], Float[Given, " d"]]:
 def _sum_of_two(a: Any, b: Any) -> tuple[Any, Any]:
     """Return a sum and its exact rounding error (Knuth 1969, section 4.2.2, theorem B)."""
     total = a + b
-    part = total - a
-    return total, (a - (total - part)) + (b - part)
+    rounded_b = total - a
+    error_a = a - (total - rounded_b)
+    return total, error_a + (b - rounded_b)
 
 
 @validated
@@ -470,7 +498,8 @@ def merge_moments(first: Moments, second: Moments) -> Moments:
         Chan, Golub and LeVeque (1983), Algorithms for computing the sample variance, eq. 2.1.
     """
     if first.center != second.center:
-        fail("second", f"be {'' if first.center else 'un'}centred as `first` is", "the other kind")
+        kind = "centred" if first.center else "uncentred"
+        fail("second", f"be {kind} as `first` is", "the other kind")
     if first.widths != second.widths:
         fail("second", f"have the widths of `first`, {first.widths}", second.widths)
     return _merged(first, second)
@@ -478,16 +507,20 @@ def merge_moments(first: Moments, second: Moments) -> Moments:
 
 @jax.jit
 def _merged(first: Moments, second: Moments) -> Moments:
-    (total, rest), (other, other_rest) = first.total, second.total
-    step = (other - total) + (other_rest - rest)
+    total, error = first.total
+    second_total, second_error = second.total
+    step = (second_total - total) + (second_error - error)
     share = second.count / (first.count + second.count)
     # Means move by a share of their difference, the count by the second count.
     is_count = jnp.arange(total.shape[0]) == 0
-    total, lost = _sum_of_two(total, jnp.where(is_count, second.count, share * step))
-    total, rest = _sum_of_two(total, lost + rest + jnp.where(is_count, other_rest, 0.0))
+    change = jnp.where(is_count, second.count, share * step)
+    total, change_error = _sum_of_two(total, change)
+    error = change_error + error + jnp.where(is_count, second_error, 0.0)
+    total, error = _sum_of_two(total, error)
+
     weight = jnp.sqrt(first.count * share) if first.center else jnp.zeros_like(share)
-    root = gram_root(jnp.concatenate([first.root, second.root, weight * step[None, 1:]]))
-    return _of_total(total, rest, root, first.widths, first.center)
+    rows = jnp.concatenate([first.root, second.root, weight * step[None, 1:]])
+    return _of_total(total, error, gram_root(rows), first.widths, first.center)
 
 
 @validated(finite=("x", "y", "observable"))
@@ -509,35 +542,42 @@ def scan_moments(
     Raises:
         ValueError: If known data are not finite (the error names the batch and the row).
     """
-    return _scan_moments(_parts(x, y, observable, center), center)
+    return _scan_moments(_prepared(x, y, observable, center), center)
 
 
 @partial(jax.jit, static_argnames="center")
-def _scan_moments(data: tuple[Array, Array, Array], center: bool) -> Moments:
-    first = _moments(data[0][0], data[1][0], data[2][0], center)
-    others = jax.tree.map(lambda leaf: leaf[1:], data)
+def _scan_moments(batches: tuple[Array, Array, Array], center: bool) -> Moments:
+    x, y, observable = batches
+    first = _moments(x[0], y[0], observable[0], center)
+    remaining = jax.tree.map(lambda leaf: leaf[1:], batches)
 
-    def add(so_far: Moments, batch: tuple[Array, Array, Array]) -> tuple[Moments, None]:
-        return _merged(so_far, _moments(*batch, center)), None
+    def add(total: Moments, batch: tuple[Array, Array, Array]) -> tuple[Moments, None]:
+        return _merged(total, _moments(*batch, center)), None
 
-    return lax.scan(add, first, others)[0]
+    total, _ = lax.scan(add, first, remaining)
+    return total
 
 
 @jax.custom_jvp
 def gram_root(x: Float[Array, "n d"]) -> Float[Array, "d d"]:
     """Return the upper triangular R with R^T R = x^T x, by QR."""
-    return jnp.linalg.qr(jnp.pad(x, ((0, max(0, x.shape[1] - x.shape[0])), (0, 0))), mode="r")
+    num_missing = max(0, x.shape[1] - x.shape[0])
+    padded = jnp.pad(x, ((0, num_missing), (0, 0)))
+    return jnp.linalg.qr(padded, mode="r")
 
 
 # The tangent dR has R^T dR + dR^T R = d(x^T x), and is finite if x is rank-deficient, unlike that
 # of QR.
 @gram_root.defjvp
 def _gram_root_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (x,), (dx,) = primals, tangents
+    (x,) = primals
+    (d_x,) = tangents
     root = gram_root(x)
-    left, sizes, right = jnp.linalg.svd(root)
-    half = product(product(right, product(x.T, dx)), right.T)
+    left_vectors, sizes, right_vectors = jnp.linalg.svd(root)
+    half = product(right_vectors, product(x.T, d_x))
+    half = product(half, right_vectors.T)
     squares = sizes[:, None] ** 2 + sizes[None] ** 2
-    kept = squares > (sizes.shape[0] * jnp.finfo(x.dtype).eps * sizes[0]) ** 2
-    factor = jnp.where(kept, sizes[:, None] / jnp.where(kept, squares, 1.0), 0.0)
-    return root, product(left, product((half + half.T) * factor, right))
+    is_kept = squares > (sizes.shape[0] * rounding_unit(x) * sizes[0]) ** 2
+    factor = ratio_or_zero(sizes[:, None], squares, is_kept)
+    d_root = product((half + half.T) * factor, right_vectors)
+    return root, product(left_vectors, d_root)

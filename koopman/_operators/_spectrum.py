@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Complex, Float, Inexact
 
 from dissociation._core.checks import check_positive, is_traced
@@ -17,16 +18,23 @@ from dissociation._core.ties import snapped
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 from koopman._operators._kernels import Operator
+from koopman._operators._numerics import (
+    largest_entries,
+    positive_or_one,
+    ratio_or_zero,
+    rounding_unit,
+)
 from koopman._operators._pairs import Rows
-from koopman._operators._subspaces import refused
+from koopman._operators._subspaces import infinite_if_unresolved
 
 
 class Eigensystem(NamedTuple):
-    """Eigenpairs of an operator, K w_i = lambda_i w_i and l_i^T K = lambda_i l_i^T, by falling modulus.
+    """Eigenpairs of an operator, K w_i = lambda_i w_i and l_i^T K = lambda_i l_i^T.
 
-    Of a conjugate pair the eigenvalue with positive imaginary part comes first. Derivatives are not
-    finite if eigenvalues coincide. Those of `right` and `left` are with respect to the operator,
-    not to the data: they omit a rotation of the latent functions.
+    They are sorted by falling modulus. Of a conjugate pair the eigenvalue with positive imaginary
+    part comes first. Derivatives are not finite if eigenvalues coincide. Those of `right` and
+    `left` are with respect to the operator, not to the data: they omit a rotation of the latent
+    functions.
 
     Attributes:
         eigenvalues: Complex eigenvalues per lag, [r].
@@ -55,7 +63,9 @@ class Eigensystem(NamedTuple):
 @validated
 @eqx.filter_jit
 def eigenvalues(operator: Operator) -> Complex[Array, " r"]:
-    """Return the complex eigenvalues [r] of K, per lag, by falling modulus and with conjugates adjacent.
+    """Return the complex eigenvalues [r] of K, per lag, by falling modulus.
+
+    Conjugates are adjacent.
 
     Args:
         operator: A fitted operator. Its latent functions beyond a traced rank give zeros, last.
@@ -74,52 +84,70 @@ def decompose(operator: Operator) -> Eigensystem:
     References:
         Colbrook, Ayton and Szoke (2023), Residual dynamic mode decomposition, eq. 3.1.
     """
-    values, right = eigenpairs(operator.core)
-    kind = right.dtype
-    power = jnp.real(jnp.sum(right.conj() * product(operator.gram_x.astype(kind), right), 0))
+    values, vectors = eigenpairs(operator.core)
+    dtype = vectors.dtype
+    power = jnp.real(_quadratic_form(operator.gram_x, vectors))
     # An eigenfunction that vanishes on the data keeps its scale.
-    held = power > 0
-    right = right * jnp.where(held, jax.lax.rsqrt(jnp.where(held, power, 1.0)), 1.0)[None].astype(
-        kind
-    )
-    left = jnp.linalg.inv(right).T
-    phase = _phase(
-        product(operator.readout.T.astype(kind), left),
-        jnp.linalg.norm(left, axis=0),
-        operator.readout,
-    )
-    right, left = right * phase[None], left * phase.conj()[None]
-    ahead = jnp.real(jnp.sum(right.conj() * product(operator.gram_y.astype(kind), right), 0))
-    across = jnp.sum(right.conj() * product(operator.cross_gram.astype(kind), right), 0)
-    square = ahead - 2 * jnp.real(values.conj() * across) + jnp.real(values * values.conj()) * held
-    norms = jnp.real(jnp.sum(right.conj() * right, 0))
-    penalty = jnp.real(jnp.sum(right.conj() * product(operator.penalty.astype(kind), right), 0))
+    has_power = power > 0
+    safe_power = jnp.where(has_power, power, 1.0)
+    scale = jnp.where(has_power, lax.rsqrt(safe_power), 1.0)
+    vectors = vectors * scale[None].astype(dtype)
+    left_vectors = jnp.linalg.inv(vectors).T
+    left_norms = jnp.linalg.norm(left_vectors, axis=0)
+    amplitudes = product(operator.readout.T.astype(dtype), left_vectors)
+    phase = _phase(amplitudes, left_norms, operator.readout)
+    vectors = vectors * phase[None]
+    left_vectors = left_vectors * phase.conj()[None]
+
+    # E|psi(y) - lambda psi(x)|^2, expanded.
+    ahead = jnp.real(_quadratic_form(operator.gram_y, vectors))
+    across = _quadratic_form(operator.cross_gram, vectors)
+    square_modulus = jnp.real(values * values.conj())
+    square = ahead - 2 * jnp.real(values.conj() * across) + square_modulus * has_power
+
+    norms = jnp.real(jnp.sum(vectors.conj() * vectors, 0))
+    penalty = jnp.real(_quadratic_form(operator.penalty, vectors))
     return Eigensystem(
         eigenvalues=values,
-        right=right,
-        left=left,
+        right=vectors,
+        left=left_vectors,
         residuals=root(square),
-        condition=jnp.linalg.norm(left, axis=0) * jnp.sqrt(norms),
+        condition=jnp.linalg.norm(left_vectors, axis=0) * jnp.sqrt(norms),
         shrinkage=1 - (penalty / norms) ** 4,
     )
 
 
+def _quadratic_form(
+    matrix: Float[Array, "r r"], vectors: Complex[Array, "r r"]
+) -> Complex[Array, " r"]:
+    """Return w_i^* M w_i of the columns w_i."""
+    images = product(matrix.astype(vectors.dtype), vectors)
+    return jnp.sum(vectors.conj() * images, 0)
+
+
 def _constants(operator: Operator, spectrum: Eigensystem) -> Array:
-    """Return m w_i / (lambda_i - 1) of each right eigenfunction [r], or zero if lambda_i is 1 up to rounding."""
+    """Return m w_i / (lambda_i - 1) of every right eigenfunction [r].
+
+    It is zero if lambda_i is 1 up to rounding.
+    """
     # The added constant c_i solves (lambda_i - 1) c_i = m w_i. In general it has no solution if
     # lambda_i is 1.
     gap = spectrum.eigenvalues - 1
-    eps = jnp.finfo(operator.core.dtype).eps
-    known = jnp.abs(gap) > 64 * eps * jnp.linalg.norm(operator.core) * spectrum.condition
-    drift = product(operator.drift[None].astype(gap.dtype), spectrum.right)[0]
-    return jnp.where(known, drift / jnp.where(known, gap, 1.0), 0.0)
+    core = operator.core
+    noise = 64 * rounding_unit(core) * jnp.linalg.norm(core) * spectrum.condition
+    drift = operator.drift[None].astype(gap.dtype)
+    drift = product(drift, spectrum.right)[0]
+    return ratio_or_zero(drift, gap, jnp.abs(gap) > noise)
 
 
 def _phase(amplitudes: Array, size: Array, readout: Array) -> Array:
-    """Return unit numbers that make the largest entry of each mode [o, r] positive; 1 for modes of rounding."""
-    largest = jnp.take_along_axis(amplitudes, jnp.argmax(jnp.abs(amplitudes), 0)[None], 0)[0]
-    known = jnp.abs(largest) > 64 * jnp.finfo(readout.dtype).eps * size * jnp.linalg.norm(readout)
-    largest = jnp.where(known, largest, 1.0)
+    """Return unit numbers that make the largest entry of each mode [o, r] positive.
+
+    They are 1 for modes of rounding.
+    """
+    largest = largest_entries(amplitudes)[0]
+    noise = 64 * rounding_unit(readout) * size * jnp.linalg.norm(readout)
+    largest = jnp.where(jnp.abs(largest) > noise, largest, 1.0)
     return largest / jnp.abs(largest)
 
 
@@ -127,9 +155,10 @@ def _phase(amplitudes: Array, size: Array, readout: Array) -> Array:
 def right_eigenfunctions(
     operator: Operator, x: Rows, spectrum: Eigensystem | None = None
 ) -> Complex[Array, "n r"]:
-    """Return psi_i(x) = u(x) w_i + m w_i / (lambda_i - 1), with E[psi_i(x_{t+1}) | x_t] = lambda_i psi_i(x_t).
+    """Return psi_i(x) = u(x) w_i + m w_i / (lambda_i - 1).
 
-    The constant is zero for operators that are not centred, and at lambda_i = 1.
+    They have E[psi_i(x_{t+1}) | x_t] = lambda_i psi_i(x_t). The constant is zero for operators that
+    are not centred, and at lambda_i = 1.
 
     Args:
         operator: A fitted operator.
@@ -140,16 +169,15 @@ def right_eigenfunctions(
         Values [n, r] with mean square 1 on the training states, or variance 1 if the operator is
         centred.
     """
-    spectrum = decompose(operator) if spectrum is None else spectrum
+    if spectrum is None:
+        spectrum = decompose(operator)
     return _right_values(operator, spectrum, operator.encode(x))
 
 
 @eqx.filter_jit
 def _right_values(operator: Operator, spectrum: Eigensystem, latent: Array) -> Array:
-    return (
-        product(latent.astype(spectrum.right.dtype), spectrum.right)
-        + _constants(operator, spectrum)[None]
-    )
+    values = product(latent.astype(spectrum.right.dtype), spectrum.right)
+    return values + _constants(operator, spectrum)[None]
 
 
 @validated
@@ -167,15 +195,16 @@ def left_eigenfunctions(
         Values [n, r], bi-orthonormal to the right eigenfunctions: <xi_j, psi_i> = delta_ij in
         feature space.
     """
-    spectrum = decompose(operator) if spectrum is None else spectrum
+    if spectrum is None:
+        spectrum = decompose(operator)
     return _left_values(spectrum, operator.dual(x))
 
 
 @jax.jit
 def _left_values(spectrum: Eigensystem, latent: Array) -> Array:
-    nonzero = spectrum.eigenvalues != 0
-    inverse = jnp.where(nonzero, 1.0 / jnp.where(nonzero, spectrum.eigenvalues, 1.0), 0.0)
-    return product(latent.astype(spectrum.left.dtype), spectrum.left) * inverse[None]
+    inverse = ratio_or_zero(1.0, spectrum.eigenvalues, spectrum.eigenvalues != 0)
+    values = product(latent.astype(spectrum.left.dtype), spectrum.left)
+    return values * inverse[None]
 
 
 class Modes(NamedTuple):
@@ -212,19 +241,20 @@ class Modes(NamedTuple):
             "one lag:",
             "    growth  frequency  half-life   share",
         ]
-        known = [
-            np.asarray(part) for part in (self.growth, self.frequency, self.half_life, self.share)
-        ]
-        columns = np.stack(known, 1)
-        place = 0
-        while place < len(columns) and len(lines) < 12:
-            growth, frequency, half_life, share = columns[place]
-            two = bool(frequency > 0) and place + 1 < len(columns)
-            two = two and np.allclose(columns[place + 1, :2], columns[place, :2], rtol=1e-4)
-            share = share + columns[place + 1, 3] if two else share
+        fields = (self.growth, self.frequency, self.half_life, self.share)
+        rows = np.stack([np.asarray(field) for field in fields], 1)
+        index = 0
+        while index < len(rows) and len(lines) < 12:
+            growth, frequency, half_life, share = rows[index]
+            is_pair = False
+            if frequency > 0 and index + 1 < len(rows):
+                is_pair = np.allclose(rows[index + 1, :2], rows[index, :2], rtol=1e-4)
+            if is_pair:
+                share = share + rows[index + 1, 3]
             lines.append(f"{growth:10.4g} {frequency:10.4g} {half_life:10.4g} {share:7.4f}")
-            place += 1 + two
-        lines += [f"    and {len(columns) - place} eigenvalues more"] * (place < len(columns))
+            index += 1 + is_pair
+        if index < len(rows):
+            lines.append(f"    and {len(rows) - index} eigenvalues more")
         return "\n".join(lines)
 
 
@@ -232,7 +262,9 @@ class Modes(NamedTuple):
 def modes(
     operator: Operator, *, time_step: Scalar = 1.0, spectrum: Eigensystem | None = None
 ) -> Modes:
-    """Return the Koopman modes of the observable that the operator was fitted with, in the order of the spectrum.
+    """Return the Koopman modes of the observable that the operator was fitted with.
+
+    They are in the order of the spectrum.
 
     Args:
         operator: A fitted operator.
@@ -243,37 +275,41 @@ def modes(
         Kostic et al. (2022), eq. 5.
     """
     check_positive("time_step", time_step)
-    spectrum = decompose(operator) if spectrum is None else spectrum
+    if spectrum is None:
+        spectrum = decompose(operator)
     return _modes(operator, spectrum, to_device(time_step, operator.core.dtype))
 
 
 @eqx.filter_jit
 def _modes(operator: Operator, spectrum: Eigensystem, time_step: Array) -> Modes:
-    amplitudes = product(spectrum.left.T, operator.readout.astype(spectrum.left.dtype))
-    about_mean = operator.gram_x - operator.mean_latent[:, None] * operator.mean_latent[None]
-    held = product(
-        spectrum.right.conj().T, product(about_mean.astype(amplitudes.dtype), spectrum.right)
-    )
-    parts = amplitudes / scale_of(
-        jnp.max(jnp.abs(amplitudes))
-    )  # otherwise squares may overflow or vanish
-    power = jnp.sum(jnp.real(held * product(parts.conj(), parts.T)), 1)
+    vectors = spectrum.right
+    amplitudes = product(spectrum.left.T, operator.readout.astype(vectors.dtype))
+    covariance = operator.gram_x - operator.mean_latent[:, None] * operator.mean_latent[None]
+    covariance = product(covariance.astype(vectors.dtype), vectors)
+    covariance = product(vectors.conj().T, covariance)
+    # Without the unit squares may overflow or vanish.
+    scaled = amplitudes / scale_of(jnp.max(jnp.abs(amplitudes)))
+    products = covariance * product(scaled.conj(), scaled.T)
+    power = jnp.sum(jnp.real(products), 1)
     total = jnp.sum(power)
-    fixed = operator.mean_observable - jnp.real(
-        product(_constants(operator, spectrum)[None], amplitudes)[0]
-    )
+    constant = product(_constants(operator, spectrum)[None], amplitudes)[0]
+    fixed = operator.mean_observable - jnp.real(constant)
+
     values = spectrum.eigenvalues
-    known = values != 0
-    values = jnp.where(known, values, 1.0)
-    growth = jnp.where(known, jnp.log(jnp.abs(values)) / time_step, -jnp.inf)
-    scale = jnp.where(growth < 0, -1.0 / jnp.where(growth < 0, growth, -1.0), jnp.inf)
+    is_nonzero = values != 0
+    values = jnp.where(is_nonzero, values, 1.0)
+    growth = jnp.log(jnp.abs(values)) / time_step
+    growth = jnp.where(is_nonzero, growth, -jnp.inf)
+    is_decaying = growth < 0
+    decay = jnp.where(is_decaying, growth, -1.0)
+    time_scale = jnp.where(is_decaying, -1.0 / decay, jnp.inf)
     return Modes(
         amplitudes=amplitudes.reshape(-1, *operator.observable_shape),
         frequency=jnp.abs(jnp.angle(values)) / (2 * jnp.pi * time_step),
-        half_life=jnp.log(2.0) * scale,
-        implied_time_scale=scale,
+        half_life=jnp.log(2.0) * time_scale,
+        implied_time_scale=time_scale,
         growth=growth,
-        share=power / jnp.where(total > 0, total, 1.0),
+        share=power / positive_or_one(total),
         constant=fixed.reshape(operator.observable_shape),
     )
 
@@ -281,7 +317,7 @@ def _modes(operator: Operator, spectrum: Eigensystem, time_step: Array) -> Modes
 @validated
 @eqx.filter_jit
 def singular_values(operator: Operator) -> Float[Array, " r"]:
-    """Return the singular values [r] of G as an operator on the space of the features, in falling order.
+    """Return the singular values [r] of G on the space of the features, in falling order.
 
     Derivatives are not finite if singular values coincide.
 
@@ -290,7 +326,8 @@ def singular_values(operator: Operator) -> Float[Array, " r"]:
     """
     # G G^* = U (U^T C_xy C_yx U) U^T has the eigenvalues of (U^T U)(U^T C_xy C_yx U).
     half = psd_power(operator.basis_gram, 0.5)
-    return root(_symmetric_eigenvalues(product(half, product(operator.dual_gram, half))))
+    square = product(half, product(operator.dual_gram, half))
+    return root(_symmetric_eigenvalues(square))
 
 
 @jax.custom_jvp
@@ -302,20 +339,22 @@ def _symmetric_eigenvalues(matrix: Array) -> Array:
 def _symmetric_eigenvalues_jvp(
     primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
-    values, vectors = jnp.linalg.eigh(primals[0])
-    turned = product(vectors.T, product(tangents[0], vectors))
-    return values[::-1], slopes(turned, _unresolved(values, jnp.ones_like(values), primals[0]))[
-        ::-1
-    ]
+    (matrix,) = primals
+    (d_matrix,) = tangents
+    values, vectors = jnp.linalg.eigh(matrix)
+    perturbation = product(vectors.T, product(d_matrix, vectors))
+    is_unresolved = _unresolved(values, jnp.ones_like(values), matrix)
+    d_values = slopes(perturbation, is_unresolved)
+    return values[::-1], d_values[::-1]
 
 
 @jax.custom_jvp
 def eigenpairs(matrix: Float[Array, "r r"]) -> tuple[Complex[Array, " r"], Complex[Array, "r r"]]:
-    """Return eigenvalues by falling modulus, and unit eigenvectors in columns with real positive largest entries.
+    """Return eigenvalues by falling modulus, and unit eigenvectors in columns.
 
-    Derivatives are dlambda_j = l_j^T dM w_j and dw_j = sum_i w_i l_i^T dM w_j / (lambda_j -
-    lambda_i), plus a multiple of w_j that keeps the normalisation. They are not finite if
-    eigenvalues coincide to rounding.
+    Largest entries of eigenvectors are real and positive. Derivatives are dlambda_j = l_j^T dM w_j
+    and dw_j = sum_i w_i l_i^T dM w_j / (lambda_j - lambda_i), plus a multiple of w_j that keeps the
+    normalisation. They are not finite if eigenvalues coincide to rounding.
 
     Args:
         matrix: A square matrix, [r, r].
@@ -324,65 +363,80 @@ def eigenpairs(matrix: Float[Array, "r r"]) -> tuple[Complex[Array, " r"], Compl
         Magnus (1985), On differentiating eigenvalues and eigenvectors, section 4.
     """
     if jax.default_backend() == "cpu":
-        values, right = jnp.linalg.eig(matrix)
+        values, vectors = jnp.linalg.eig(matrix)
     else:  # for one small matrix the host is faster
-        kind = jnp.result_type(matrix.dtype, jnp.complex64)
-        shapes = (
-            jax.ShapeDtypeStruct(matrix.shape[:1], kind),
-            jax.ShapeDtypeStruct(matrix.shape, kind),
+        dtype = jnp.result_type(matrix.dtype, jnp.complex64)
+        values_shape = jax.ShapeDtypeStruct(matrix.shape[:1], dtype)
+        vectors_shape = jax.ShapeDtypeStruct(matrix.shape, dtype)
+        values, vectors = jax.pure_callback(
+            _eig_on_host, (values_shape, vectors_shape), matrix, vmap_method="expand_dims"
         )
-        values, right = jax.pure_callback(_eig_on_host, shapes, matrix, vmap_method="expand_dims")
+
     # Moduli that differ by rounding count as equal, so that conjugate pairs stay adjacent.
-    size = jnp.abs(values)
-    size, real = snapped(size), snapped(values.real, jnp.max(size))
-    order = jnp.lexsort((-values.imag, -real, -size))
-    values, right = values[order], right[:, order]
-    largest = jnp.take_along_axis(right, jnp.argmax(jnp.abs(right), 0)[None], 0)
-    return values, right * (jnp.abs(largest) / jnp.where(largest == 0, 1.0, largest))
+    moduli = jnp.abs(values)
+    real = snapped(values.real, jnp.max(moduli))
+    order = jnp.lexsort((-values.imag, -real, -snapped(moduli)))
+    values = values[order]
+    vectors = vectors[:, order]
+    largest = largest_entries(vectors)
+    phase = jnp.abs(largest) / jnp.where(largest == 0, 1.0, largest)
+    return values, vectors * phase
 
 
 @eigenpairs.defjvp
 def _eigenpairs_jvp(
     primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    values, right = eigenpairs(primals[0])
-    left = jnp.linalg.inv(right)
-    turned = product(left, product(tangents[0].astype(right.dtype), right))
-    unresolved = _unresolved(values, jnp.linalg.norm(left, axis=1), primals[0])
-    step = product(right, couplings(turned, values[None] - values[:, None], unresolved))
+    (matrix,) = primals
+    (d_matrix,) = tangents
+    values, vectors = eigenpairs(matrix)
+    inverse = jnp.linalg.inv(vectors)
+    perturbation = product(inverse, product(d_matrix.astype(vectors.dtype), vectors))
+    is_unresolved = _unresolved(values, jnp.linalg.norm(inverse, axis=1), matrix)
+    d_values = slopes(perturbation, is_unresolved)
+
+    gap = values[None] - values[:, None]
+    d_vectors = product(vectors, couplings(perturbation, gap, is_unresolved))
     # The normalisation is kept: norm 1, and a real largest entry.
-    largest = jnp.argmax(jnp.abs(right), 0)[None]
-    turn = jnp.take_along_axis(step, largest, 0).imag / jnp.take_along_axis(right, largest, 0).real
-    stretch = jnp.sum(right.conj() * step, 0).real[None]
-    return (values, right), (slopes(turned, unresolved), step - right * (stretch + 1j * turn))
+    rows = jnp.argmax(jnp.abs(vectors), 0)[None]
+    largest = jnp.take_along_axis(vectors, rows, 0).real
+    turn = jnp.take_along_axis(d_vectors, rows, 0).imag / largest
+    stretch = jnp.sum(vectors.conj() * d_vectors, 0).real[None]
+    d_vectors = d_vectors - vectors * (stretch + 1j * turn)
+    return (values, vectors), (d_values, d_vectors)
 
 
 def _unresolved(values: Array, condition: Array, matrix: Array) -> Array:
     """Return True for pairs of eigenvalues that are closer than their perturbation by rounding."""
-    noise = 64 * jnp.finfo(matrix.dtype).eps * jnp.linalg.norm(matrix) * condition
-    near = jnp.abs(values[None] - values[:, None]) <= jnp.maximum(noise[None], noise[:, None])
-    return near & ~jnp.eye(values.shape[0], dtype=bool)
+    noise = 64 * rounding_unit(matrix) * jnp.linalg.norm(matrix) * condition
+    gap = jnp.abs(values[None] - values[:, None])
+    is_near = gap <= jnp.maximum(noise[None], noise[:, None])
+    is_diagonal = jnp.eye(values.shape[0], dtype=bool)
+    return is_near & ~is_diagonal
 
 
 def couplings(
     perturbation: Inexact[Array, "k r"], gap: Inexact[Array, "k r"], unresolved: Bool[Array, "k r"]
 ) -> Inexact[Array, "k r"]:
-    """Return perturbation / gap, the change of eigenvectors j (columns) along i (rows), zero for i = j."""
-    itself = jnp.eye(*gap.shape, dtype=bool)
-    return jnp.where(
-        itself, 0.0, refused(perturbation / jnp.where(itself | unresolved, 1.0, gap), unresolved)
-    )
+    """Return perturbation / gap, the change of eigenvectors j (columns) along i (rows).
+
+    It is zero for i = j.
+    """
+    is_diagonal = jnp.eye(*gap.shape, dtype=bool)
+    ratio = perturbation / jnp.where(is_diagonal | unresolved, 1.0, gap)
+    return jnp.where(is_diagonal, 0.0, infinite_if_unresolved(ratio, unresolved))
 
 
 def slopes(
     perturbation: Inexact[Array, "k r"], unresolved: Bool[Array, "k r"]
 ) -> Inexact[Array, " r"]:
-    """Return derivatives of eigenvalues j, the diagonal; not finite if coinciding ones are coupled."""
-    coupled = jnp.where(unresolved, refused(perturbation, unresolved), 0.0)
-    return jnp.diagonal(perturbation)[: perturbation.shape[1]] + jnp.sum(coupled, 0)
+    """Return derivatives of eigenvalues, the diagonal; not finite if equal eigenvalues couple."""
+    coupled = jnp.where(unresolved, infinite_if_unresolved(perturbation, unresolved), 0.0)
+    diagonal = jnp.diagonal(perturbation)[: perturbation.shape[1]]
+    return diagonal + jnp.sum(coupled, 0)
 
 
 def _eig_on_host(matrix: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    values, right = np.linalg.eig(np.asarray(matrix))
-    kind = np.result_type(matrix.dtype, np.complex64)
-    return values.astype(kind), right.astype(kind)
+    values, vectors = np.linalg.eig(np.asarray(matrix))
+    dtype = np.result_type(matrix.dtype, np.complex64)
+    return values.astype(dtype), vectors.astype(dtype)

@@ -1,14 +1,15 @@
-"""Simulate trajectories as pure functions of a key, and compute exact spectra of their evolution operators."""
+"""Simulate trajectories as pure functions of a key, and compute exact spectra of operators."""
 
 from typing import TYPE_CHECKING
 
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "ExactSpectrum", "logistic_map", "logistic_features", "logistic_spectrum", "linear_system", "linear_spectrum",
-    "regime_switching_var", "regime_switching_spectrum", "ornstein_uhlenbeck", "ornstein_uhlenbeck_spectrum", "duffing",
-    "lorenz63", "overdamped_langevin", "langevin_spectrum", "prinz_langevin", "prinz_spectrum", "ordered_mnist",
-    "OrderedDigits", "cycle_spectrum",
+    "ExactSpectrum", "logistic_map", "logistic_features", "logistic_spectrum", "linear_system",
+    "linear_spectrum", "regime_switching_var", "regime_switching_spectrum", "ornstein_uhlenbeck",
+    "ornstein_uhlenbeck_spectrum", "duffing", "lorenz63", "overdamped_langevin",
+    "langevin_spectrum", "prinz_langevin", "prinz_spectrum", "ordered_mnist", "OrderedDigits",
+    "cycle_spectrum",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

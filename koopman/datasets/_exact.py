@@ -33,17 +33,24 @@ class ExactSpectrum(NamedTuple):
 
 
 def conjugate_order(eigenvalues: Inexact[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """Return the order of eigenvalues of a real operator by falling modulus, with conjugate pairs adjacent."""
+    """Return the order of eigenvalues by falling modulus, with conjugate pairs adjacent.
+
+    The eigenvalues are those of a real operator.
+    """
     values = np.asarray(eigenvalues, np.complex128)
+    moduli = np.abs(values)
     # Numbers that differ by rounding count as equal, which keeps pairs adjacent.
-    size = np.abs(values)
-    parts = np.stack([snapped(part, size) for part in (size, values.real, values.imag)])
-    _, alike = np.unique(parts, axis=1, return_inverse=True)
-    alike = alike.ravel()  # NumPy 2.0 keeps an axis
-    first = np.argsort(alike, kind="stable")
-    place = np.empty_like(first)  # among equal values, so that a repeated pair is not cut
-    place[first] = np.arange(len(first)) - np.searchsorted(alike[first], alike[first])
-    return np.lexsort((-parts[2], place, -parts[1], -parts[0]))
+    keys = np.stack([snapped(numbers, moduli) for numbers in (moduli, values.real, values.imag)])
+    _, kinds = np.unique(keys, axis=1, return_inverse=True)
+    kinds = kinds.ravel()  # NumPy 2.0 keeps an axis
+
+    # Equal values are counted, so that a repeated pair is not cut.
+    order = np.argsort(kinds, kind="stable")
+    ordered = kinds[order]
+    copies = np.empty_like(order)
+    copies[order] = np.arange(len(order)) - np.searchsorted(ordered, ordered)
+    modulus, real, imaginary = keys
+    return np.lexsort((-imaginary, copies, -real, -modulus))
 
 
 @validated(finite=("states",))

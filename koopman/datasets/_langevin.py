@@ -35,10 +35,10 @@ def overdamped_langevin(
     time_step: Scalar = 1e-3,
     substeps: int = 1,
 ) -> Float[Array, "*trajectories time d"]:
-    """Simulate trajectories of dX = -grad V(X) / friction dt + sigma / friction dW by Euler and Maruyama's scheme.
+    """Simulate trajectories of dX = -grad V(X) / friction dt + sigma / friction dW.
 
-    The invariant density is proportional to exp(-V / kT) with kT = sigma^2 / (2 friction), up to an
-    error linear in `time_step / substeps`.
+    The scheme is Euler and Maruyama's. The invariant density is proportional to exp(-V / kT) with
+    kT = sigma^2 / (2 friction), up to an error linear in `time_step / substeps`.
 
     Args:
         potential: V, from one state [d] to its energy, differentiable by JAX.
@@ -55,20 +55,21 @@ def overdamped_langevin(
         Maruyama (1955), Continuous Markov processes and stochastic equations.
     """
     _check_potential(potential, initial)
-    one = partial(walk, _scheme(potential, friction, sigma, time_step, substeps), num_steps)
+    advance = _scheme(potential, friction, sigma, time_step, substeps)
+    simulate = partial(walk, advance, num_steps)
+    dimension = np.shape(initial)[-1]
     # Initial states are given, not drawn.
-    return run_trajectories(
-        one, lambda key: key, key, num_trajectories, initial, np.shape(initial)[-1]
-    )
+    return run_trajectories(simulate, lambda key: key, key, num_trajectories, initial, dimension)
 
 
 def _check_potential(potential: Callable[[Array], Array], states: Array | np.ndarray) -> None:
-    one = jax.ShapeDtypeStruct(np.shape(states)[-1:], jnp.result_type(float))
-    energy = jax.eval_shape(potential, one)
-    if getattr(energy, "shape", None) not in ((), (1,)) or not jnp.issubdtype(
-        energy.dtype, jnp.floating
-    ):
-        fail("potential", f"give one real energy of a state {list(one.shape)}", f"{energy}")
+    """Raise unless the potential returns one real number for one of the states."""
+    shape = np.shape(states)[-1:]
+    state = jax.ShapeDtypeStruct(shape, jnp.result_type(float))
+    energy = jax.eval_shape(potential, state)
+    is_single = getattr(energy, "shape", None) in ((), (1,))
+    if not is_single or not jnp.issubdtype(energy.dtype, jnp.floating):
+        fail("potential", f"give one real energy of a state {list(shape)}", f"{energy}")
 
 
 def _scheme(
@@ -86,16 +87,17 @@ def _scheme(
     step = time_step / substeps
     gradient = jax.grad(lambda x: jnp.sum(potential(x)))
 
-    def advance(state: Array, key: Array) -> Array:
+    def advance(state, key):
         mobility = jnp.asarray(step / friction, state.dtype)
         deviation = jnp.asarray(sigma / friction * step**0.5, state.dtype)
 
-        def substep(state: Array, draw: Array) -> tuple[Array, None]:
-            return state - mobility * gradient(state) + deviation * draw, None
+        def substep(state, draw):
+            drift = mobility * gradient(state)
+            return state - drift + deviation * draw, None
 
-        return jax.lax.scan(
-            substep, state, jax.random.normal(key, (substeps, *state.shape), state.dtype)
-        )[0]
+        draws = jax.random.normal(key, (substeps, *state.shape), state.dtype)
+        following, _ = jax.lax.scan(substep, state, draws)
+        return following
 
     return advance
 
@@ -137,71 +139,73 @@ def langevin_spectrum(
     References:
         Latorre, Metzner, Hartmann and Schuette (2011), Commun. Math. Sci. 9, 1051-1072.
     """
-    for name, value in (("friction", friction), ("sigma", sigma), ("time_step", time_step)):
-        check_positive(name, value)
+    check_positive("friction", friction)
+    check_positive("sigma", sigma)
+    check_positive("time_step", time_step)
     components = check_count("num_components", num_components, minimum=1)
     if check_count("num_cells", num_cells, minimum=8 * components) % 2:
         fail("num_cells", "be even", num_cells)
     _check_potential(potential, np.zeros(1))
     temperature = _temperature(friction, sigma)
 
-    def energy(x: np.ndarray) -> np.ndarray:
+    def energy(x):
         # In float64 even if x64 mode is off, and on known values even under a trace.
         with jax.enable_x64(True), jax.ensure_compile_time_eval():
-            return (
-                np.asarray(jax.vmap(lambda state: jnp.sum(potential(state)))(x.reshape(-1, 1)))
-                / temperature
-            )
+            energies = jax.vmap(lambda state: jnp.sum(potential(state)))
+            return np.asarray(energies(x.reshape(-1, 1))) / temperature
 
     a, b = _within_cut_off(energy, domain)
     # Richardson extrapolation from h and 2 h removes the error of order h^2.
-    fine, coarse = (
-        _reversible_chain(energy, a, b, cells, components) for cells in (num_cells, num_cells // 2)
-    )
-    rates = temperature / float(friction) * (4 * fine.rates - coarse.rates) / 3
+    fine = _reversible_chain(energy, a, b, num_cells, components)
+    coarse = _reversible_chain(energy, a, b, num_cells // 2, components)
+    diffusion = temperature / float(friction)
+    rates = diffusion * (4 * fine.rates - coarse.rates) / 3
     rates[0] = 0.0
+    eigenvalues = np.exp(-float(time_step) * rates)
 
-    def functions(states: Any) -> np.ndarray:
-        return (4 * fine.at(rows(states, 1)) - coarse.at(rows(states, 1))) / 3
+    def functions(states):
+        x = rows(states, 1)
+        return (4 * fine.at(x) - coarse.at(x)) / 3
 
-    def density(states: Any) -> np.ndarray:
-        return np.exp(-energy(rows(states, 1)) - fine.log_partition)
+    def density(states):
+        x = rows(states, 1)
+        return np.exp(-energy(x) - fine.log_partition)
 
-    return ExactSpectrum(np.exp(-float(time_step) * rates), functions, functions, density)
+    return ExactSpectrum(eigenvalues, functions, functions, density)
 
 
 def _within_cut_off(
     energy: Callable[..., np.ndarray], domain: tuple[float, float]
 ) -> tuple[float, float]:
     """Return the interval from the first to the last point of the domain below the cut-off."""
-    if not (len(domain) == 2 and np.all(np.isfinite(domain)) and domain[0] < domain[1]):
+    is_finite = len(domain) == 2 and np.all(np.isfinite(domain))
+    if not (is_finite and domain[0] < domain[1]):
         fail("domain", "be two ends in ascending order", domain)
     grid = np.linspace(*domain, 4001)
-    level = energy(grid)
-    undefined = np.isnan(level) | (level == -np.inf)
-    if undefined.any() or not np.isfinite(level).any():
-        where = int(np.argmax(undefined))
-        fail(
-            "potential",
-            "have a value at every state of the domain",
-            f"{level[where]} at {grid[where]:.6g}",
-        )
-    within = grid[level < np.min(level) + CUT_OFF]
+    levels = energy(grid)
+    is_undefined = np.isnan(levels) | (levels == -np.inf)
+    if is_undefined.any() or not np.isfinite(levels).any():
+        index = int(np.argmax(is_undefined))
+        words = f"{levels[index]} at {grid[index]:.6g}"
+        fail("potential", "have a value at every state of the domain", words)
+    limit = np.min(levels) + CUT_OFF
+    within = grid[levels < limit]
     if len(within) < 40:
         fail("domain", "be narrower: only a hundredth of it or less is within reach", domain)
     return float(within[0]), float(within[-1])
 
 
 class _Chain(NamedTuple):
-    """Reversible chain on cells: decay rates for D = 1, splines through the k functions, log of Z."""
+    """Reversible chain on cells."""
 
-    rates: np.ndarray
-    functions: CubicSpline
+    rates: np.ndarray  # of decay, for D = 1
+    functions: CubicSpline  # through the k functions
     log_partition: float
 
     def at(self, x: np.ndarray) -> np.ndarray:
         """Return the functions at x [n, 1], constant beyond the outermost centres."""
-        return self.functions(np.clip(x[:, 0], *self.functions.x[[0, -1]]))
+        ends = self.functions.x[[0, -1]]
+        return self.functions(np.clip(x[:, 0], *ends))
 
 
 def _reversible_chain(
@@ -210,38 +214,45 @@ def _reversible_chain(
     """Discretise L with D = 1 by finite volumes, `energy` in units of kT."""
     edges, h = np.linspace(a, b, cells + 1, retstep=True)
     centres = (edges[1:] + edges[:-1]) / 2
-    cell, edge = energy(centres), energy(edges[1:-1])
+    cell = energy(centres)
+    edge = energy(edges[1:-1])
     # Jumps between neighbouring cells have rates D / h^2 exp((V_cell - V_edge) / kT). The chain is
     # reversible, so a similarity by the root of its density makes the matrix symmetric.
     leaving = np.zeros(cells)
     with np.errstate(all="ignore"):  # values that are not finite raise below
         leaving[:-1] += np.exp(cell[:-1] - edge)
         leaving[1:] += np.exp(cell[1:] - edge)
-        between = -np.exp((cell[1:] + cell[:-1]) / 2 - edge)
-    if not (np.isfinite(leaving).all() and np.isfinite(between).all()):
-        advice = "Choose a `domain` without it, or more cells"
+        middle = (cell[1:] + cell[:-1]) / 2
+        between = -np.exp(middle - edge)
+    is_finite = np.isfinite(leaving).all() and np.isfinite(between).all()
+    if not is_finite:
+        requirement = "rise and fall by less than 700 kT between neighbouring cells"
         fail(
             "potential",
-            "rise and fall by less than 700 kT between neighbouring cells",
+            requirement,
             "a steeper wall",
-            advice,
+            "Choose a `domain` without it, or more cells",
         )
+    leading = (0, components - 1)
     rates, vectors = eigh_tridiagonal(
-        leaving / h**2, between / h**2, select="i", select_range=(0, components - 1)
+        leaving / h**2, between / h**2, select="i", select_range=leading
     )
-    lowest = np.min(cell)
+
     # Behind a high barrier, vectors of nearly equal rates are mixed. The stationary one is known.
-    stationary = np.exp((lowest - cell) / 2) / np.linalg.norm(np.exp((lowest - cell) / 2))
-    others = np.delete(vectors, np.argmax(np.abs(stationary @ vectors)), 1)
-    vectors = np.linalg.qr(np.column_stack([stationary, others]))[0]
-    partition = np.sum(np.exp(lowest - cell)) * h
+    lowest = np.min(cell)
+    weights = np.exp((lowest - cell) / 2)
+    stationary = weights / np.linalg.norm(weights)
+    nearest = np.argmax(np.abs(stationary @ vectors))
+    excited = np.delete(vectors, nearest, 1)
+    vectors, _ = np.linalg.qr(np.column_stack([stationary, excited]))
+
     # A vector of norm 1 over the root of density times h is a function of norm 1.
-    functions = vectors * np.sqrt(partition / h * np.exp(cell - lowest))[:, None]
-    return _Chain(
-        rates,
-        CubicSpline(centres, functions * np.sign(functions[-1])[None]),
-        np.log(partition) - lowest,
-    )
+    partition = np.sum(np.exp(lowest - cell)) * h
+    scale = np.sqrt(partition / h * np.exp(cell - lowest))
+    functions = vectors * scale[:, None]
+    functions = functions * np.sign(functions[-1])[None]
+    log_partition = np.log(partition) - lowest
+    return _Chain(rates, CubicSpline(centres, functions), log_partition)
 
 
 def prinz_potential(x: Float[Array | np.ndarray, "..."]) -> Float[Array, "..."]:
@@ -253,11 +264,10 @@ def prinz_potential(x: Float[Array | np.ndarray, "..."]) -> Float[Array, "..."]:
     of molecular kinetics: generation and validation, section III.
     """
     x = jnp.asarray(x)
-    bumps = (
-        0.8 * jnp.exp(-80 * x**2)
-        + 0.2 * jnp.exp(-80 * (x - 0.5) ** 2)
-        + 0.5 * jnp.exp(-40 * (x + 0.5) ** 2)
-    )
+    centre = 0.8 * jnp.exp(-80 * x**2)
+    upper = 0.2 * jnp.exp(-80 * (x - 0.5) ** 2)
+    lower = 0.5 * jnp.exp(-40 * (x + 0.5) ** 2)
+    bumps = centre + upper + lower
     return 4 * (x**8 + bumps)
 
 
@@ -273,7 +283,9 @@ def prinz_langevin(
     substeps: int = 10,
     initial: Float[Array | np.ndarray, "..."] | None = None,
 ) -> Float[Array, "*trajectories time 1"]:
-    """Simulate trajectories of `overdamped_langevin` in a four-well potential (Prinz et al. 2011), from equilibrium.
+    """Simulate trajectories of `overdamped_langevin` in a four-well potential, from equilibrium.
+
+    The potential is that of Prinz et al. (2011).
 
     With the default friction kT = 10 is above every barrier; with friction 1, kT = 1 and the wells
     are metastable.
@@ -290,19 +302,22 @@ def prinz_langevin(
         initial: State [1], or [num_trajectories, 1]. None draws it from the invariant density.
     """
     check_positive("sigma", sigma)
-    one = partial(walk, _scheme(prinz_potential, friction, sigma, time_step, substeps), num_steps)
+    advance = _scheme(prinz_potential, friction, sigma, time_step, substeps)
+    simulate = partial(walk, advance, num_steps)
 
-    def draw_initial(key: Array) -> Array:
+    def draw_initial(key):
         temperature = sigma**2 / (2 * jnp.asarray(friction))
         edge = _prinz_edge(temperature)
         # On a line, the inverse of the cumulative density samples exactly up to the grid.
         grid = jnp.linspace(-edge, edge, 4097)
         density = jnp.exp(-prinz_potential(grid) / temperature)
-        cumulative = jnp.cumsum((density[1:] + density[:-1]) / 2)
-        cumulative = jnp.concatenate([jnp.zeros(1), cumulative]) / cumulative[-1]
-        return jnp.interp(jax.random.uniform(key, (1,)), cumulative, grid)
+        areas = (density[1:] + density[:-1]) / 2
+        sums = jnp.cumsum(areas)
+        cumulative = jnp.concatenate([jnp.zeros(1), sums]) / sums[-1]
+        fraction = jax.random.uniform(key, (1,))
+        return jnp.interp(fraction, cumulative, grid)
 
-    return run_trajectories(one, draw_initial, key, num_trajectories, initial, 1)
+    return run_trajectories(simulate, draw_initial, key, num_trajectories, initial, 1)
 
 
 @validated
@@ -314,7 +329,9 @@ def prinz_spectrum(
     num_components: int = 4,
     num_cells: int = 400,
 ) -> ExactSpectrum:
-    """Return the spectrum of `prinz_langevin`, by `langevin_spectrum`, with eigenvalues accurate to about 1e-8.
+    """Return the spectrum of `prinz_langevin`, by `langevin_spectrum`.
+
+    Eigenvalues are accurate to about 1e-8.
 
     Args:
         friction: Positive.
@@ -324,10 +341,16 @@ def prinz_spectrum(
         num_cells: Cells of the finer grid, even; at least eight per component.
     """
     check_positive("friction", friction)
-    edge = float(_prinz_edge(_temperature(friction, sigma)))
-    options = {"time_step": time_step, "num_components": num_components, "num_cells": num_cells}
+    temperature = _temperature(friction, sigma)
+    edge = float(_prinz_edge(temperature))
     return langevin_spectrum(
-        prinz_potential, (-edge, edge), friction=friction, sigma=sigma, **options
+        prinz_potential,
+        (-edge, edge),
+        friction=friction,
+        sigma=sigma,
+        time_step=time_step,
+        num_components=num_components,
+        num_cells=num_cells,
     )
 
 

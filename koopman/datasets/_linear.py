@@ -21,7 +21,12 @@ from dissociation._core.checks import (
 from dissociation._core.types import Count, PRNGKey, Scalar
 from dissociation._core.validation import validated
 from koopman.datasets._exact import ExactSpectrum, conjugate_order, rows
-from koopman.datasets._trajectories import run_trajectories, scan_trajectory, step_keys
+from koopman.datasets._trajectories import (
+    run_trajectories,
+    scan_trajectory,
+    step_keys,
+    step_normals,
+)
 
 Matrix = Float[Array | np.ndarray, "d d"]
 Matrices = Float[Array | np.ndarray, "regimes d d"]
@@ -52,21 +57,21 @@ def linear_system(
         initial: State [d], or [num_trajectories, d]. None draws it from N(0, I).
     """
     matrix = jnp.asarray(matrix)
-    d = matrix.shape[0]
-    sources = _noise_matrix(noise, d, matrix.dtype)
+    d = len(matrix)
+    dtype = matrix.dtype
+    sources = _noise_matrix(noise, d, dtype)
 
-    def one(key: Array, initial: Array) -> Array:
-        draw = jax.vmap(lambda k: jax.random.normal(k, (sources.shape[1],), matrix.dtype))
-        kicks = jnp.matmul(draw(step_keys(key, num_steps)), sources.T, precision="highest")
+    def simulate(key, initial):
+        draws = step_normals(key, num_steps, sources.shape[1], dtype)
+        kicks = jnp.matmul(draws, sources.T, precision="highest")
 
-        def advance(state: Array, kick: Array) -> Array:
+        def advance(state, kick):
             return jnp.matmul(matrix, state, precision="highest") + kick
 
-        return scan_trajectory(advance, initial.astype(matrix.dtype), kicks)
+        return scan_trajectory(advance, initial.astype(dtype), kicks)
 
-    return run_trajectories(
-        one, _standard_normal(d, matrix.dtype), key, num_trajectories, initial, d
-    )
+    draw_initial = _standard_normal(d, dtype)
+    return run_trajectories(simulate, draw_initial, key, num_trajectories, initial, d)
 
 
 def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.ndarray, "d d"]:
@@ -74,22 +79,20 @@ def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.nd
     a = np.asarray(matrix, np.float64)
     radius = np.max(np.abs(np.linalg.eigvals(a)))
     if not radius < 1:
-        fail(
-            "matrix",
-            "have all eigenvalues inside the unit circle to be stationary",
-            f"spectral radius {radius:.6g}",
-        )
+        requirement = "have all eigenvalues inside the unit circle to be stationary"
+        fail("matrix", requirement, f"spectral radius {radius:.6g}")
     b = _noise_matrix(noise, len(a), np.float64, np)
     return solve_discrete_lyapunov(a, b @ b.T)
 
 
 @validated(finite=("matrix",))
 def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0) -> ExactSpectrum:
-    """Return the spectrum of the evolution operator of `linear_system` on polynomials up to a degree, on the host.
+    """Return the spectrum of the evolution operator of `linear_system` on polynomials.
 
-    With A^T w_i = lambda_i w_i the eigenvalues are all products of up to `degree` lambda_i.
-    Eigenfunctions are products of the w_i . x without noise, and with noise the coefficients of t^k
-    in exp(w . x - w . C w / 2), w = sum_i t_i w_i, with C the stationary covariance.
+    It is computed on the host. With A^T w_i = lambda_i w_i the eigenvalues are all products of up
+    to `degree` lambda_i. Eigenfunctions are products of the w_i . x without noise, and with noise
+    the coefficients of t^k in exp(w . x - w . C w / 2), w = sum_i t_i w_i, with C the stationary
+    covariance.
 
     Args:
         matrix: A, [d, d]; with noise, stable. If it is not diagonalisable, eigenfunctions are
@@ -114,47 +117,56 @@ def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0
     degree = check_count("degree", degree)
     a = np.asarray(matrix, np.float64)
     d = len(a)
-    noisy = bool(np.any(_noise_matrix(noise, d, np.float64, np)))
-    covariance = stationary_covariance(a, noise) if noisy else np.zeros((d, d))
+    sources = _noise_matrix(noise, d, np.float64, np)
     values, w = np.linalg.eig(a.T)
-    if noisy:
+    covariance = np.zeros((d, d))
+    density = None
+    if np.any(sources):
+        covariance = stationary_covariance(a, noise)
         variance = np.einsum("ai,ab,bi->i", w.conj(), covariance, w).real
-        moved = variance > 1e-14 * np.trace(covariance)  # directions without noise keep |w_i| = 1
-        w = w / np.sqrt(np.where(moved, variance, 1.0))[None, :]
+        is_moved = variance > 1e-14 * np.trace(covariance)
+        # Directions without noise keep |w_i| = 1.
+        deviation = np.sqrt(np.where(is_moved, variance, 1.0))
+        w = w / deviation[None, :]
+        if np.linalg.matrix_rank(covariance) == d:
+            density = _normal_density(covariance)
     c = w.T @ covariance @ w
-    factors = [
-        term for n in range(degree + 1) for term in combinations_with_replacement(range(d), n)
-    ]
+
+    factors: list[Any] = []
+    for n in range(degree + 1):
+        factors += combinations_with_replacement(range(d), n)
     products = np.array([np.prod(values[list(term)]) for term in factors])
     order = conjugate_order(products)
 
-    def right_functions(states: Any) -> np.ndarray:
+    def right_functions(states):
         # Hermite polynomials of u_i = w_i . x with c_ij = w_i . C w_j:
         # H_0 = 1, H_(k + e_i) = u_i H_k - sum_j k_j c_ij H_(k - e_j).
         u = rows(states, d) @ w
-        hermite: dict[tuple[int, ...], np.ndarray] = {(): np.ones(len(u), u.dtype)}
+        hermite = {(): np.ones(len(u), u.dtype)}
         for term in factors[1:]:
-            i, rest = term[0], term[1:]
-            hermite[term] = u[:, i] * hermite[rest]
-            for position, j in enumerate(rest):
-                hermite[term] = (
-                    hermite[term] - c[i, j] * hermite[rest[:position] + rest[position + 1 :]]
-                )
+            i = term[0]
+            lower = term[1:]
+            polynomial = u[:, i] * hermite[lower]
+            for position, j in enumerate(lower):
+                lowest = lower[:position] + lower[position + 1 :]
+                polynomial = polynomial - c[i, j] * hermite[lowest]
+            hermite[term] = polynomial
         return np.stack([hermite[factors[i]] for i in order], axis=1)
 
-    full = noisy and np.linalg.matrix_rank(covariance) == d
-    return ExactSpectrum(
-        products[order], right_functions, None, _normal_density(covariance) if full else None
-    )
+    return ExactSpectrum(products[order], right_functions, None, density)
 
 
 def _normal_density(covariance: np.ndarray) -> Callable[..., np.ndarray]:
+    """Return the density of a centred normal distribution."""
     root = np.linalg.cholesky(covariance)
+    d = len(root)
+    determinant = np.prod(np.diag(root))
+    scale = (2 * np.pi) ** (d / 2) * determinant
 
-    def density(states: Any) -> np.ndarray:
-        white = np.linalg.solve(root, rows(states, len(root)).T)
-        scale = (2 * np.pi) ** (len(root) / 2) * np.prod(np.diag(root))
-        return np.exp(-0.5 * np.sum(white**2, axis=0)) / scale
+    def density(states):
+        white = np.linalg.solve(root, rows(states, d).T)
+        squares = np.sum(white**2, axis=0)
+        return np.exp(-0.5 * squares) / scale
 
     return density
 
@@ -199,44 +211,43 @@ def regime_switching_var(
     """
     check_non_negative("noise", noise)
     _check_stochastic(transition)
-    matrices, transition = jnp.asarray(matrices), jnp.asarray(transition)
+    matrices = jnp.asarray(matrices)
+    transition = jnp.asarray(transition)
     regimes, d = matrices.shape[:2]
+    dtype = matrices.dtype
     if not is_traced(initial_regime) and not 0 <= initial_regime < regimes:
         fail("initial_regime", f"be one of the regimes 0 to {regimes - 1}", initial_regime)
 
-    def one(key: Array, initial: Array) -> RegimeTrajectory:
-        def step(
-            carry: tuple[Array, Array], key: Array
-        ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-            state, regime = carry
-            key_noise, key_regime = jax.random.split(key)
-            kick = jnp.asarray(noise, matrices.dtype) * jax.random.normal(
-                key_noise, (d,), matrices.dtype
-            )
-            following = jnp.matmul(matrices[regime], state, precision="highest") + kick
-            chosen = jax.random.categorical(key_regime, jnp.log(transition[regime])).astype(
-                regime.dtype
-            )
-            return (following, chosen), (following, chosen)
+    def step(carry, key):
+        state, regime = carry
+        key_noise, key_regime = jax.random.split(key)
+        draw = jax.random.normal(key_noise, (d,), dtype)
+        kick = jnp.asarray(noise, dtype) * draw
+        following = jnp.matmul(matrices[regime], state, precision="highest") + kick
+        logits = jnp.log(transition[regime])
+        chosen = jax.random.categorical(key_regime, logits).astype(regime.dtype)
+        carry = (following, chosen)
+        return carry, carry
 
-        start = (initial.astype(matrices.dtype), jnp.asarray(initial_regime, int))
-        _, path = jax.lax.scan(step, start, step_keys(key, num_steps))
-        states, modes = (
-            jnp.concatenate([first[None], rest]) for first, rest in zip(start, path, strict=True)
-        )
+    def simulate(key, initial):
+        state = initial.astype(dtype)
+        regime = jnp.asarray(initial_regime, int)
+        keys = step_keys(key, num_steps)
+        _, (states, modes) = jax.lax.scan(step, (state, regime), keys)
+        states = jnp.concatenate([state[None], states])
+        modes = jnp.concatenate([regime[None], modes])
         return RegimeTrajectory(states, modes)
 
-    return run_trajectories(
-        one, _standard_normal(d, matrices.dtype), key, num_trajectories, initial, d
-    )
+    draw_initial = _standard_normal(d, dtype)
+    return run_trajectories(simulate, draw_initial, key, num_trajectories, initial, d)
 
 
 @validated(finite=("matrices",))
 def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> ExactSpectrum:
-    """Return the spectrum of `regime_switching_var` on functions that are affine in the state, on the host.
+    """Return the spectrum of `regime_switching_var` on functions that are affine in the state.
 
-    f(x, s) = b_s + c_s . x becomes b'_s = sum_j P_sj b_j and c'_s = A_s^T sum_j P_sj c_j, for any
-    noise. Eigenvalues are those of P and of the blocks P_sj A_s^T.
+    It is computed on the host. f(x, s) = b_s + c_s . x becomes b'_s = sum_j P_sj b_j and c'_s =
+    A_s^T sum_j P_sj c_j, for any noise. Eigenvalues are those of P and of the blocks P_sj A_s^T.
 
     Args:
         matrices: The A_s, [regimes, d, d].
@@ -250,10 +261,13 @@ def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> Exa
         Costa, Fragoso and Marques (2005), Discrete-time Markov jump linear systems, section 3.2.
     """
     _check_stochastic(transition)
-    a, p = np.asarray(matrices, np.float64), np.asarray(transition, np.float64)
+    a = np.asarray(matrices, np.float64)
+    p = np.asarray(transition, np.float64)
     regimes, d = a.shape[:2]
-    blocks = np.einsum("sj,sab->sbja", p, a).reshape(regimes * d, regimes * d)
-    (chain_values, offsets), (block_values, slopes) = np.linalg.eig(p), np.linalg.eig(blocks)
+    size = regimes * d
+    blocks = np.einsum("sj,sab->sbja", p, a).reshape(size, size)
+    chain_values, offsets = np.linalg.eig(p)
+    block_values, slopes = np.linalg.eig(blocks)
     values = np.concatenate([chain_values, block_values])
     order = conjugate_order(values)
     slopes = slopes.reshape(regimes, d, -1)
@@ -262,11 +276,12 @@ def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> Exa
     def right_functions(
         states: Float[Array | np.ndarray, "n d"], at: Int[Array | np.ndarray, " n"]
     ) -> np.ndarray:
-        x, at = rows(states, d), np.asarray(at)
+        x = rows(states, d)
+        at = np.asarray(at)
         check_classes("at", at, regimes)
-        return np.concatenate([offsets[at], np.einsum("nd,ndk->nk", x, slopes[at])], axis=1)[
-            :, order
-        ]
+        linear = np.einsum("nd,ndk->nk", x, slopes[at])
+        functions = np.concatenate([offsets[at], linear], axis=1)
+        return functions[:, order]
 
     return ExactSpectrum(values[order], right_functions)
 
@@ -285,8 +300,10 @@ def _standard_normal(d: int, dtype: Any) -> Callable[[Array], Array]:
 
 
 def _check_stochastic(transition: Transition) -> None:
+    """Raise unless the known rows of a transition matrix are probabilities."""
     check_non_negative("transition", transition)
-    if not is_traced(transition) and not np.allclose(
-        np.sum(np.asarray(transition), axis=1), 1, atol=1e-5
-    ):
-        fail("transition", "have rows that sum to 1", np.sum(np.asarray(transition), axis=1))
+    if is_traced(transition):
+        return
+    sums = np.sum(np.asarray(transition), axis=1)
+    if not np.allclose(sums, 1, atol=1e-5):
+        fail("transition", "have rows that sum to 1", sums)

@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,20 +48,22 @@ def logistic_map(
     """
     order = check_count("order", order, minimum=1)
 
-    def advance(state: Array, key: Array) -> Array:
+    def advance(state, key):
         noise = logistic_noise(key, (1,), order=order).astype(state.dtype)
-        following = jnp.mod(4 * state * (1 - state) + noise, 1)
+        image = 4 * state * (1 - state)
+        following = jnp.mod(image + noise, 1)
         # The remainder of a tiny negative number rounds to 1.
         return jnp.where(following < 1, following, 0)
 
-    def draw_initial(key: Array) -> Array:
+    def draw_initial(key):
         key_uniform, key_walk = jax.random.split(key)
+        start = jax.random.uniform(key_uniform, (1,))
         # After 100 steps the influence of the start is below rounding.
-        return walk(advance, 100, key_walk, jax.random.uniform(key_uniform, (1,)))[-1]
+        states = walk(advance, 100, key_walk, start)
+        return states[-1]
 
-    return run_trajectories(
-        partial(walk, advance, num_steps), draw_initial, key, num_trajectories, initial, 1
-    )
+    simulate = partial(walk, advance, num_steps)
+    return run_trajectories(simulate, draw_initial, key, num_trajectories, initial, 1)
 
 
 def logistic_noise(key: PRNGKey, shape: tuple[int, ...], *, order: int) -> Float[Array, "..."]:
@@ -72,18 +73,20 @@ def logistic_noise(key: PRNGKey, shape: tuple[int, ...], *, order: int) -> Float
     # times the fraction is Student's t. Exponential draws replace pairs of squares. Rejection would
     # take seconds to compile.
     z = jax.random.normal(key_normal, (*shape, 2))
-    pairs = jnp.sum(jax.random.exponential(key_pairs, (*shape, order)), axis=-1)
-    return jnp.arctan2(z[..., 0], jnp.sqrt(z[..., 1] ** 2 + 2 * pairs)) / math.pi
+    pairs = jax.random.exponential(key_pairs, (*shape, order))
+    square = z[..., 1] ** 2 + 2 * jnp.sum(pairs, axis=-1)
+    return jnp.arctan2(z[..., 0], jnp.sqrt(square)) / math.pi
 
 
 @validated
 def logistic_features(states: Points, order: int = 20) -> Float[Array, "n features"]:
-    """Return trigonometric features [n, 2 M + 1] of s = 4 x (1 - x), in whose span the evolution operator is exact.
+    """Return trigonometric features [n, 2 M + 1] of s = 4 x (1 - x).
 
     [1, sqrt(2) cos(2 pi s), ..., sqrt(2) cos(2 pi M s), sqrt(2) sin(2 pi s), ..., sqrt(2) sin(2 pi
     M s)]
 
-    Eigenfunctions of nonzero eigenvalues need only the first M + 1 features.
+    In their span the evolution operator is exact. Eigenfunctions of nonzero eigenvalues need only
+    the first M + 1 features.
 
     Args:
         states: [n, 1], in [0, 1].
@@ -92,12 +95,9 @@ def logistic_features(states: Points, order: int = 20) -> Float[Array, "n featur
     order = check_count("order", order, minimum=1)
     states = jnp.asarray(states)
     # The transition density is a trigonometric polynomial of degree M in s.
-    angle = (
-        2
-        * math.pi
-        * (4 * states * (1 - states))
-        * jnp.arange(1, order + 1, dtype=states.dtype)[None, :]
-    )
+    degrees = jnp.arange(1, order + 1, dtype=states.dtype)
+    s = 4 * states * (1 - states)
+    angle = 2 * math.pi * s * degrees[None, :]
     waves = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
     return jnp.concatenate([jnp.ones_like(states), math.sqrt(2) * waves], axis=1)
 
@@ -122,48 +122,60 @@ def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> 
         Ostruszka et al. (2000), see `logistic_map`, section IV.
     """
     order = check_count("order", order, minimum=1)
-    kept = (
-        order + 1
-        if num_components is None
-        else min(order + 1, check_count("num_components", num_components))
-    )
+    num_kept = order + 1
+    if num_components is not None:
+        num_kept = min(num_kept, check_count("num_components", num_components))
     # Gauss-Legendre sums of this size converge to rounding.
     nodes, weights = np.polynomial.legendre.leggauss(100 + 20 * order)
-    nodes, weights = (nodes[:, None] + 1) / 2, weights / 2  # on [0, 1]
+    nodes = (nodes[:, None] + 1) / 2  # on [0, 1]
+    weights = weights / 2
     # S is even about 1/2, so rows of sines vanish: M eigenvalues are zero, and the others are those
     # of the cosines.
-    before, after = _fourier(nodes, order), _fourier(_parabola(nodes), order)
-    overlaps = (weights[:, None] * before[:, : order + 1]).T @ after  # [cosines, all]
+    cosines = slice(order + 1)
+    sines = slice(order + 1, None)
+    waves = _fourier(nodes, order)
+    image_waves = _fourier(_parabola(nodes), order)
+    image_cosines = image_waves[:, cosines]
+    overlaps = (weights[:, None] * waves[:, cosines]).T @ image_waves  # [cosines, all]
     central = math.comb(2 * order, order)
     noise = np.array([math.comb(2 * order, order + n) / central for n in range(order + 1)])
 
     # A diagonal similarity makes the matrix graded, which keeps small eigenvalues accurate.
     root = np.sqrt(noise)
-    values, vectors = np.linalg.eig(root[:, None] * overlaps[:, : order + 1] * root[None, :])
-    chosen = conjugate_order(values)[:kept]
+    graded = root[:, None] * overlaps[:, cosines] * root[None, :]
+    values, vectors = np.linalg.eig(graded)
+    chosen = conjugate_order(values)[:num_kept]
     values = values[chosen]
-    right = root[:, None] * vectors[:, chosen]
-    largest = right[np.argmax(np.abs(right), axis=0), np.arange(kept)]
-    right = right * (np.abs(largest) / largest)[None, :]
-    left_cosines = np.linalg.inv(vectors).T[:, chosen] * root[:, None]
-    left_sines = noise[1:, None] * (overlaps[:, order + 1 :].T @ left_cosines) / values[None, :]
-    left = np.concatenate([left_cosines, left_sines])
+    right_vectors = root[:, None] * vectors[:, chosen]
+    largest_rows = np.argmax(np.abs(right_vectors), axis=0)
+    largest = right_vectors[largest_rows, np.arange(num_kept)]
+    right_vectors = right_vectors * (np.abs(largest) / largest)[None, :]
+    inverse = np.linalg.inv(vectors).T
+    left_cosines = inverse[:, chosen] * root[:, None]
+    left_images = overlaps[:, sines].T @ left_cosines
+    left_sines = noise[1:, None] * left_images / values[None, :]
+    left_vectors = np.concatenate([left_cosines, left_sines])
 
-    invariant = (left[:, 0] / left[0, 0]).real
-    density = before @ invariant
-    right /= np.sqrt((weights * density) @ np.abs(after[:, : order + 1] @ right) ** 2)[None, :]
-    left /= np.sum(weights[:, None] * (before @ left) * (after[:, : order + 1] @ right), axis=0)[
-        None, :
-    ]
+    # Norms and products in L2 of the invariant density, by sums over nodes.
+    invariant = (left_vectors[:, 0] / left_vectors[0, 0]).real
+    density = waves @ invariant
+    squares = np.abs(image_cosines @ right_vectors) ** 2
+    norms = np.sqrt((weights * density) @ squares)
+    right_vectors /= norms[None, :]
+    weighted = weights[:, None] * (waves @ left_vectors)
+    products = weighted * (image_cosines @ right_vectors)
+    left_vectors /= np.sum(products, axis=0)[None, :]
 
-    def right_functions(states: Any) -> np.ndarray:
-        return _fourier(_parabola(rows(states, 1)), order)[:, : order + 1] @ right
+    def right_functions(states):
+        image = _parabola(rows(states, 1))
+        return _fourier(image, order)[:, cosines] @ right_vectors
 
-    def density_function(states: Any) -> np.ndarray:
+    def density_function(states):
         return _fourier(rows(states, 1), order) @ invariant
 
-    def left_functions(states: Any) -> np.ndarray:
-        return (_fourier(rows(states, 1), order) @ left).conj() / density_function(states)[:, None]
+    def left_functions(states):
+        functions = _fourier(rows(states, 1), order) @ left_vectors
+        return functions.conj() / density_function(states)[:, None]
 
     return ExactSpectrum(values, right_functions, left_functions, density_function)
 
@@ -173,8 +185,12 @@ def _parabola(x: np.ndarray) -> np.ndarray:
 
 
 def _fourier(x: np.ndarray, order: int) -> np.ndarray:
-    """Return the orthonormal real Fourier basis of [0, 1] at x [n, 1], [n, 2 order + 1], cosines before sines."""
-    angle = 2 * np.pi * x * np.arange(1, order + 1)[None, :]
-    return np.concatenate(
-        [np.ones((len(x), 1)), math.sqrt(2) * np.cos(angle), math.sqrt(2) * np.sin(angle)], axis=1
-    )
+    """Return the orthonormal real Fourier basis of [0, 1] at x [n, 1], [n, 2 order + 1].
+
+    Cosines come before sines.
+    """
+    degrees = np.arange(1, order + 1)
+    angle = 2 * np.pi * x * degrees[None, :]
+    cosines = math.sqrt(2) * np.cos(angle)
+    sines = math.sqrt(2) * np.sin(angle)
+    return np.concatenate([np.ones((len(x), 1)), cosines, sines], axis=1)

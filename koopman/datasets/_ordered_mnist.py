@@ -1,4 +1,4 @@
-"""Ordered digits: sequences of images of the digits 0, 1, ..., k - 1, 0, 1, ..., a cycle of k classes."""
+"""Ordered digits: sequences of images of the digits 0, 1, ..., k - 1, 0, 1, ..., in a cycle."""
 
 import os
 from typing import NamedTuple
@@ -52,24 +52,27 @@ def ordered_mnist(
     source = load(data, folder=folder) if isinstance(data, str) else data
     if source.num_pixels != 784:
         fail("data", "hold images of 28 x 28 pixels", f"{source.num_pixels} pixels")
-    labels = np.concatenate(
-        [np.asarray(part).argmax(1) for part in (source.train_labels, source.test_labels)]
-    )
-    places = [np.flatnonzero(labels == digit) for digit in range(count)]
-    length = min(len(place) for place in places)
+    rows = np.concatenate([np.asarray(source.train_labels), np.asarray(source.test_labels)])
+    images = np.concatenate([np.asarray(source.train_images), np.asarray(source.test_images)])
+    labels = rows.argmax(1)
+
+    indices_of_digits = [np.flatnonzero(labels == digit) for digit in range(count)]
+    length = min(map(len, indices_of_digits))
     if length == 0:
-        fail("data", f"hold every digit below {count}", f"classes {sorted(set(labels.tolist()))}")
+        classes = sorted(set(labels.tolist()))
+        fail("data", f"hold every digit below {count}", f"classes {classes}")
     # Images of a class keep the order of the source, so that only the class can be forecast.
-    order = np.stack([place[:length] for place in places], 1).reshape(-1)
-    images = np.concatenate([np.asarray(source.train_images), np.asarray(source.test_images)])[
-        order
-    ]
-    return OrderedDigits(images.reshape(-1, 28, 28), labels[order].astype(np.int32), source.name)
+    cycles = np.stack([indices[:length] for indices in indices_of_digits], 1)
+    order = cycles.reshape(-1)
+    digits = labels[order].astype(np.int32)
+    return OrderedDigits(images[order].reshape(-1, 28, 28), digits, source.name)
 
 
 @validated
 def cycle_spectrum(num_digits: int = 5) -> Complex[np.ndarray, " k"]:
-    """Return the eigenvalues of the cycle of classes, exp(2 pi i j / k) for j = 0, 1, -1, 2, -2, ...: [k].
+    """Return the eigenvalues [k] of the cycle of classes, exp(2 pi i j / k).
+
+    They are in the order j = 0, 1, -1, 2, -2, ...
 
     Args:
         num_digits: k, 1 or more.

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from dissociation._core.checks import check_count, check_non_negative, check_pos
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from koopman.datasets._exact import ExactSpectrum, rows
-from koopman.datasets._trajectories import run_trajectories, scan_trajectory, step_keys
+from koopman.datasets._trajectories import run_trajectories, scan_trajectory, step_normals
 
 SQRT_2 = math.sqrt(2.0)
 
@@ -29,7 +28,9 @@ def ornstein_uhlenbeck(
     time_step: Scalar = 0.1,
     initial: Float[Array | np.ndarray, "..."] | None = None,
 ) -> Float[Array, "*trajectories time 1"]:
-    """Simulate trajectories of dX = -theta X dt + sigma dW, drawn from the exact transition density.
+    """Simulate trajectories of dX = -theta X dt + sigma dW.
+
+    They are drawn from the exact transition density.
 
     x' = a x + sigma sqrt((1 - a^2) / (2 theta)) z with a = exp(-theta time_step) and z standard
     normal.
@@ -52,31 +53,38 @@ def ornstein_uhlenbeck(
     check_non_negative("sigma", sigma)
     check_positive("time_step", time_step)
 
-    def one(key: Array, initial: Array) -> Array:
+    def simulate(key, initial):
         dtype = initial.dtype
-        rate, width = jnp.asarray(theta, dtype), jnp.asarray(sigma, dtype)
+        rate = jnp.asarray(theta, dtype)
         elapsed = rate * jnp.asarray(time_step, dtype)
         # `expm1` keeps the digits of a short time step.
-        deviation = width * jnp.sqrt(-jnp.expm1(-2 * elapsed) / (2 * rate))
-        kicks = deviation * jax.vmap(lambda k: jax.random.normal(k, (1,), dtype))(
-            step_keys(key, num_steps)
-        )
-        return scan_trajectory(lambda x, kick: jnp.exp(-elapsed) * x + kick, initial, kicks)
+        variance = -jnp.expm1(-2 * elapsed) / (2 * rate)
+        deviation = jnp.asarray(sigma, dtype) * jnp.sqrt(variance)
+        kicks = deviation * step_normals(key, num_steps, 1, dtype)
 
-    def draw_initial(key: Array) -> Array:
-        return jnp.asarray(sigma) / jnp.sqrt(2 * jnp.asarray(theta)) * jax.random.normal(key, (1,))
+        def advance(x, kick):
+            decay = jnp.exp(-elapsed)
+            return decay * x + kick
 
-    return run_trajectories(one, draw_initial, key, num_trajectories, initial, 1)
+        return scan_trajectory(advance, initial, kicks)
+
+    def draw_initial(key):
+        rate = jnp.asarray(theta)
+        deviation = jnp.asarray(sigma) / jnp.sqrt(2 * rate)
+        return deviation * jax.random.normal(key, (1,))
+
+    return run_trajectories(simulate, draw_initial, key, num_trajectories, initial, 1)
 
 
 @validated
 def ornstein_uhlenbeck_spectrum(
     *, theta: Scalar = 1.0, sigma: Scalar = SQRT_2, time_step: Scalar = 0.1, num_components: int = 4
 ) -> ExactSpectrum:
-    """Return the spectrum of `ornstein_uhlenbeck`, on the host: exp(-k theta time_step) with Hermite polynomials.
+    """Return the spectrum of `ornstein_uhlenbeck`, computed on the host.
 
-    The k-th eigenfunction is He_k(x / s) / sqrt(k!), s^2 = sigma^2 / (2 theta), with the
-    probabilists' polynomials, orthonormal in L2 of the invariant density N(0, s^2).
+    Eigenvalues are exp(-k theta time_step). The k-th eigenfunction is He_k(x / s) / sqrt(k!), s^2 =
+    sigma^2 / (2 theta), with the probabilists' polynomials, orthonormal in L2 of the invariant
+    density N(0, s^2).
 
     Args:
         theta: Rate of return, positive.
@@ -87,26 +95,28 @@ def ornstein_uhlenbeck_spectrum(
     References:
         Pavliotis (2014), Stochastic processes and applications, section 4.4.
     """
-    for name, value in (("theta", theta), ("sigma", sigma), ("time_step", time_step)):
-        check_positive(name, value)
-    degrees = np.arange(check_count("num_components", num_components, minimum=1))
+    check_positive("theta", theta)
+    check_positive("sigma", sigma)
+    check_positive("time_step", time_step)
+    count = check_count("num_components", num_components, minimum=1)
+    degrees = np.arange(count)
+    eigenvalues = np.exp(-degrees * float(theta) * float(time_step))
     scale = float(sigma) / math.sqrt(2 * float(theta))
 
-    def functions(states: Any) -> np.ndarray:
+    def functions(states):
         x = rows(states, 1)[:, 0] / scale
         columns = [np.ones_like(x), x]
-        for k in degrees[2:]:  # normalised here, as factorials overflow
-            columns.append((x * columns[-1] - math.sqrt(k - 1) * columns[-2]) / math.sqrt(k))
-        return np.stack(columns[: len(degrees)], axis=1)
+        for k in degrees[2:]:
+            polynomial = x * columns[-1] - math.sqrt(k - 1) * columns[-2]
+            columns.append(polynomial / math.sqrt(k))  # normalised here, as factorials overflow
+        return np.stack(columns[:count], axis=1)
 
-    def density(states: Any) -> np.ndarray:
-        return np.exp(-((rows(states, 1)[:, 0] / scale) ** 2) / 2) / (
-            scale * math.sqrt(2 * math.pi)
-        )
+    def density(states):
+        x = rows(states, 1)[:, 0] / scale
+        norm = scale * math.sqrt(2 * math.pi)
+        return np.exp(-(x**2) / 2) / norm
 
-    return ExactSpectrum(
-        np.exp(-degrees * float(theta) * float(time_step)), functions, functions, density
-    )
+    return ExactSpectrum(eigenvalues, functions, functions, density)
 
 
 def rk4_trajectory(
@@ -116,7 +126,9 @@ def rk4_trajectory(
     time_step: Scalar,
     substeps: int,
 ) -> Float[Array, "time ..."]:
-    """Return the solution of dx/dt = field(t, x) from t = 0 by the classical Runge-Kutta scheme of order four.
+    """Return the solution of dx/dt = field(t, x) from t = 0.
+
+    The scheme is the classical one of Runge and Kutta, of order four.
 
     Source: Hairer, Norsett and Wanner (1993), Solving ordinary differential equations I, table 1.2.
     """
@@ -124,18 +136,22 @@ def rk4_trajectory(
     substeps = check_count("substeps", substeps, minimum=1)
     check_positive("time_step", time_step)
     h = jnp.asarray(time_step, initial.dtype) / substeps
+    half = h / 2
 
-    def substep(state: Array, index: Array) -> tuple[Array, None]:
+    def substep(state, index):
         # A sum over steps would accumulate rounding.
         t = h * index
         first = field(t, state)
-        second = field(t + h / 2, state + h / 2 * first)
-        third = field(t + h / 2, state + h / 2 * second)
+        second = field(t + half, state + half * first)
+        third = field(t + half, state + half * second)
         fourth = field(t + h, state + h * third)
-        return state + h / 6 * (first + 2 * second + 2 * third + fourth), None
+        slopes = first + 2 * second + 2 * third + fourth
+        return state + h / 6 * slopes, None
 
-    def advance(state: Array, step: Array) -> Array:
-        return jax.lax.scan(substep, state, step * substeps + jnp.arange(substeps))[0]
+    def advance(state, step):
+        indices = step * substeps + jnp.arange(substeps)
+        following, _ = jax.lax.scan(substep, state, indices)
+        return following
 
     return scan_trajectory(advance, initial, jnp.arange(num_steps))
 
@@ -176,17 +192,19 @@ def duffing(
         omega: Angular frequency of the drive.
     """
 
-    def field(t: Array, state: Array) -> Array:
+    def field(t, state):
         x, velocity = state
         force = gamma * jnp.cos(omega * t) - alpha * x - beta * x**3
-        return jnp.stack([velocity, force - delta * velocity]).astype(state.dtype)
+        acceleration = force - delta * velocity
+        return jnp.stack([velocity, acceleration]).astype(state.dtype)
 
-    def one(_: Array, initial: Array) -> Array:
+    def draw_initial(key):
+        return jax.random.normal(key, (2,))
+
+    def simulate(_, initial):
         return rk4_trajectory(field, initial, num_steps, time_step, substeps)
 
-    return run_trajectories(
-        one, lambda key: jax.random.normal(key, (2,)), key, num_trajectories, initial, 2
-    )
+    return run_trajectories(simulate, draw_initial, key, num_trajectories, initial, 2)
 
 
 @validated(finite=("sigma", "mu", "beta"))
@@ -222,16 +240,20 @@ def lorenz63(
         Lorenz (1963), Deterministic nonperiodic flow, eqs. 25-27.
     """
 
-    def field(t: Array, state: Array) -> Array:
+    def field(t, state):
         del t
         x, y, z = state
-        return jnp.stack([sigma * (y - x), x * (mu - z) - y, x * y - beta * z]).astype(state.dtype)
+        dx = sigma * (y - x)
+        dy = x * (mu - z) - y
+        dz = x * y - beta * z
+        return jnp.stack([dx, dy, dz]).astype(state.dtype)
 
-    def draw_initial(key: Array) -> Array:
+    def draw_initial(key):
         # The attractor lies around the fixed points, at z = mu - 1.
-        return 5 * jax.random.normal(key, (3,)) + jnp.zeros(3).at[2].set(mu - 1)
+        centre = jnp.zeros(3).at[2].set(mu - 1)
+        return 5 * jax.random.normal(key, (3,)) + centre
 
-    def one(_: Array, initial: Array) -> Array:
+    def simulate(_, initial):
         return rk4_trajectory(field, initial, num_steps, time_step, substeps)
 
-    return run_trajectories(one, draw_initial, key, num_trajectories, initial, 3)
+    return run_trajectories(simulate, draw_initial, key, num_trajectories, initial, 3)

@@ -15,42 +15,44 @@ from dissociation._core.types import PRNGKey
 
 
 def run_trajectories(
-    one: Callable[[Array, Array], Any],
+    simulate: Callable[[Array, Array], Any],
     draw_initial: Callable[[Array], Array],
     key: PRNGKey | None,
     num_trajectories: int | None,
     initial: ArrayLike | None,
     dimension: int,
 ) -> Any:
-    """Run `one(key, initial)` once or for `num_trajectories` keys, from `initial`, [d] or [num_trajectories, d].
+    """Run `simulate(key, initial)` once, or for `num_trajectories` keys.
 
-    Without `initial`, states are drawn.
+    It starts from `initial`, [d] or [num_trajectories, d], or else from drawn states.
     """
     if key is None:
         if initial is None:
             fail("key", "be given where `initial` is not", None)
         key = named_key("nothing")  # never used
-    count = (
-        None
-        if num_trajectories is None
-        else check_count("num_trajectories", num_trajectories, minimum=1)
-    )
-    shapes = [(dimension,)] if count is None else [(dimension,), (count, dimension)]
+    shapes: Any = [(dimension,)]
+    if num_trajectories is not None:
+        num_trajectories = check_count("num_trajectories", num_trajectories, minimum=1)
+        shapes.append((num_trajectories, dimension))
     if initial is not None:
-        if np.shape(initial) not in shapes:
-            fail("initial", f"have shape {' or '.join(map(str, shapes))}", np.shape(initial))
+        shape = np.shape(initial)
+        if shape not in shapes:
+            fail("initial", f"have shape {' or '.join(map(str, shapes))}", shape)
         check_finite("initial", initial)
         initial = jnp.asarray(initial)
 
-    def run(key: Any, initial: Array | None) -> Any:
+    def run(key, initial):
         key_start, key_path = jax.random.split(key)
-        return one(key_path, draw_initial(key_start) if initial is None else initial)
+        if initial is None:
+            initial = draw_initial(key_start)
+        return simulate(key_path, initial)
 
-    if count is None:
+    if num_trajectories is None:
         return run(key, initial)
     # A batch may share one initial state.
     initial_axis = 0 if initial is not None and initial.ndim == 2 else None
-    return jax.vmap(run, in_axes=(0, initial_axis))(jax.random.split(key, count), initial)
+    keys = jax.random.split(key, num_trajectories)
+    return jax.vmap(run, in_axes=(0, initial_axis))(keys, initial)
 
 
 def step_keys(key: PRNGKey, num_steps: int) -> Array:
@@ -61,10 +63,19 @@ def step_keys(key: PRNGKey, num_steps: int) -> Array:
     return jax.vmap(lambda step: jax.random.fold_in(key, step))(steps)
 
 
-def scan_trajectory(advance: Callable[[Array, Any], Array], initial: Array, inputs: Any) -> Array:
-    """Return the states [time, ...] from `initial`, each `advance(state, input)` of the previous one."""
+def step_normals(key: PRNGKey, num_steps: int, size: int, dtype: Any) -> Array:
+    """Return standard normal draws of each step, [steps, size]."""
+    keys = step_keys(key, num_steps)
+    return jax.vmap(lambda key: jax.random.normal(key, (size,), dtype))(keys)
 
-    def step(state: Array, step_input: Any) -> tuple[Array, Array]:
+
+def scan_trajectory(advance: Callable[[Array, Any], Array], initial: Array, inputs: Any) -> Array:
+    """Return the states [time, ...] from `initial`.
+
+    Each is `advance(state, input)` of the previous one.
+    """
+
+    def step(state, step_input):
         following = advance(state, step_input)
         return following, following
 

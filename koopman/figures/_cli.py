@@ -1,4 +1,4 @@
-"""Command line `python -m koopman FIGURE`, which writes a figure as image, arrays and description."""
+"""Command line `python -m koopman FIGURE`: writes a figure as image, arrays and description."""
 
 from dissociation.figures import Figure, run_command
 
@@ -18,5 +18,8 @@ def figures() -> dict[str, Figure]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line with `arguments`, by default those of the process; return the exit status."""
+    """Run the command line with `arguments`, and return the exit status.
+
+    The default is the arguments of the process.
+    """
     return run_command(figures(), arguments, program="koopman", description=TIMES)

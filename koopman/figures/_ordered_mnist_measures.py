@@ -1,6 +1,6 @@
 """Forecasts of a sequence of digits, read by an oracle."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -24,8 +24,11 @@ from koopman import (
 from koopman.datasets import cycle_spectrum
 
 PROTOCOLS = ("images", "powers", "circle", "roots")
-"""Ways to forecast: by the model from its last forecast image, or by powers of its operator, with eigenvalues as
-fitted, moved to the unit circle, or moved to roots of unity."""
+"""Ways to forecast: by the model from its last forecast image, or by powers of its operator.
+
+Eigenvalues of the operator are as fitted for "powers", moved to the unit circle for "circle", and
+moved to roots of unity for "roots".
+"""
 
 SCALES = ("raw", "rescaled")
 """Scales at which forecasts are read: as forecast, or with the training images' mean norm."""
@@ -38,23 +41,28 @@ class Pixels(eqx.Module):
     deviation: Float[Array, " d"]
 
     def __call__(self, image: Float[Array, "28 28"]) -> Float[Array, " d"]:
-        return (image.reshape(-1) - self.mean) / self.deviation
+        pixels = image.reshape(-1)
+        return (pixels - self.mean) / self.deviation
 
 
 class Latent(eqx.Module):
-    """Linear map from an image's features to those of the next image, trained with an autoencoder."""
+    """Linear map from an image's features to those of the next one, trained with an autoencoder."""
 
     matrix: Float[Array, "d d"]
 
 
 class Forecaster(eqx.Module):
-    """Forecaster of the images that follow given images."""
+    """Forecaster of the images that follow given images.
 
-    features: Callable[[Array], Array]  # of one image
+    Attributes:
+        features: Function from an image to its features.
+        dynamics: Operator or linear map on features.
+        decoder: Function from a forecast to an image; None if the dynamics forecast images.
+    """
+
+    features: Callable[[Array], Array]
     dynamics: Operator | Latent
-    decoder: (
-        Callable[[Array], Array] | None
-    )  # from a forecast to an image; None if the dynamics forecast images
+    decoder: Callable[[Array], Array] | None
 
     def __call__(
         self, images: Float[Array, "n 28 28"], steps: Int[Array, " t"]
@@ -68,53 +76,50 @@ class Forecaster(eqx.Module):
         if isinstance(self.dynamics, Operator):
             forecasts = predict(self.dynamics, values, steps)
         else:
-            forecasts = jnp.matmul(
-                values[None],
-                matrix_powers(self.dynamics.matrix, steps),
-                precision=lax.Precision.HIGHEST,
-            )
-        return forecasts if self.decoder is None else jax.vmap(jax.vmap(self.decoder))(forecasts)
+            powers = matrix_powers(self.dynamics.matrix, steps)
+            forecasts = jnp.matmul(values[None], powers, precision=lax.Precision.HIGHEST)
+        if self.decoder is None:
+            return forecasts
+        return jax.vmap(jax.vmap(self.decoder))(forecasts)
 
 
 def spectral(dynamics: Operator | Latent) -> tuple[Array, Array, Array]:
-    """Return eigenvalues [r], right and left eigenvectors [r, r] of an operator's core or of a latent map."""
+    """Return eigenvalues [r], right and left eigenvectors [r, r] of an operator or a latent map."""
     if isinstance(dynamics, Operator):
         pairs = decompose(dynamics)
         return pairs.eigenvalues, pairs.right, pairs.left
-    values, right = eigenpairs(dynamics.matrix)
-    return values, right, jnp.linalg.inv(right).T
+    eigenvalues, right_vectors = eigenpairs(dynamics.matrix)
+    left_vectors = jnp.linalg.inv(right_vectors).T
+    return eigenvalues, right_vectors, left_vectors
 
 
 def project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
     """Return a forecaster with moved eigenvalues and the same eigenvectors."""
-    where = (
-        (lambda f: f.dynamics.core)
-        if isinstance(forecaster.dynamics, Operator)
-        else (lambda f: f.dynamics.matrix)
-    )
-    return eqx.tree_at(where, forecaster, _moved(forecaster.dynamics, num_digits)[kind])
+    matrix = _moved(forecaster.dynamics, num_digits)[kind]
+    if isinstance(forecaster.dynamics, Operator):
+        return eqx.tree_at(lambda f: f.dynamics.core, forecaster, matrix)
+    return eqx.tree_at(lambda f: f.dynamics.matrix, forecaster, matrix)
 
 
 @eqx.filter_jit
 def _moved(dynamics: Any, num_digits: int) -> dict[str, Array]:
-    """Return the matrix with eigenvalues moved to the circle and to the roots of unity, by name."""
+    """Return the matrix with its eigenvalues moved to the circle and to the roots, by name."""
     # Both in one program, so that forecasters of one kind share a single compilation.
-    values, right, left = spectral(dynamics)
-    turns = jnp.angle(values) / (2 * jnp.pi)
-    nearest = jnp.where(
-        values.imag != 0,
-        jnp.round(turns * num_digits) / num_digits,
-        0.0 if num_digits % 2 else turns,
-    )
-    moved = {"circle": turns, "roots": nearest}
-    return {
-        kind: jnp.real(
-            jnp.matmul(
-                right * jnp.exp(2j * jnp.pi * turns)[None], left.T, precision=lax.Precision.HIGHEST
-            )
-        )
-        for kind, turns in moved.items()
-    }
+    eigenvalues, right_vectors, left_vectors = spectral(dynamics)
+    turns = jnp.angle(eigenvalues) / (2 * jnp.pi)
+    # Real eigenvalues move to real roots: to 1, or, if there are two, to the one of their sign.
+    real_turns = turns
+    if num_digits % 2:
+        real_turns = 0.0
+    nearest = jnp.round(turns * num_digits) / num_digits
+    nearest = jnp.where(eigenvalues.imag != 0, nearest, real_turns)
+
+    matrices = {}
+    for kind, angles in (("circle", turns), ("roots", nearest)):
+        scaled = right_vectors * jnp.exp(2j * jnp.pi * angles)[None]
+        matrix = jnp.matmul(scaled, left_vectors.T, precision=lax.Precision.HIGHEST)
+        matrices[kind] = jnp.real(matrix)
+    return matrices
 
 
 def evaluate(
@@ -133,33 +138,42 @@ def evaluate(
     28, 28]; "eigenvalues" [r]; "left", eigenfunctions, [n, r], zero for a latent map.
     """
     images = jnp.asarray(images)
-    values = _encoded(forecaster.features, images)
+    features = _encoded(forecaster.features, images)
 
-    def forecasts(protocol: str) -> Iterator[Array]:
+    def forecasts(protocol):
         if protocol == "images":  # step by step, not to the far horizon
-            now = images
+            forecast = images
             for _ in range(num_steps):
-                yield (now := _forecast(forecaster, now, jnp.asarray([1])))
-        else:
-            moved = (
-                forecaster if protocol == "powers" else project(forecaster, protocol, num_digits)
-            )
-            yield from (
-                _ahead(moved, values, jnp.asarray([step]))
-                for step in [*range(1, num_steps + 1), far]
-            )
+                forecast = _forecast(forecaster, forecast, jnp.asarray([1]))
+                yield forecast
+            return
+        moved = forecaster
+        if protocol != "powers":
+            moved = project(forecaster, protocol, num_digits)
+        for step in (*range(1, num_steps + 1), far):
+            yield _ahead(moved, features, jnp.asarray([step]))
 
-    logits, strips = [], []
+    logits = []
+    strips = []
     for protocol in PROTOCOLS:
-        outputs, strip = zip(
-            *((_read(oracle, now, norm), now[0]) for now in forecasts(protocol)), strict=True
-        )
-        missing = [jnp.full_like(outputs[0], jnp.nan)] * (num_steps + 1 - len(outputs))
-        logits.append(jnp.stack([*outputs, *missing], 1))
+        outputs = []
+        strip = []
+        for forecast in forecasts(protocol):
+            outputs.append(_read(oracle, forecast, norm))
+            strip.append(forecast[0])
+        if protocol == "images":
+            outputs.append(jnp.full_like(outputs[0], jnp.nan))
+        logits.append(jnp.stack(outputs, 1))
         strips.append(jnp.stack(strip[:num_steps]))
-    spectrum = {"eigenvalues": spectral(forecaster.dynamics)[0], "left": _left(forecaster, values)}
-    found = {"logits": jnp.stack(logits), "strips": jnp.stack(strips), **spectrum}
-    return {name: np.asarray(value) for name, value in found.items()}
+
+    eigenvalues, *_ = spectral(forecaster.dynamics)
+    arrays = {
+        "logits": jnp.stack(logits),
+        "strips": jnp.stack(strips),
+        "eigenvalues": eigenvalues,
+        "left": _left(forecaster, features),
+    }
+    return {name: np.asarray(array) for name, array in arrays.items()}
 
 
 @eqx.filter_jit
@@ -178,43 +192,55 @@ _encoded = eqx.filter_jit(encode)
 @eqx.filter_jit
 def _read(oracle: Encoder, images: Array, norm: float) -> Array:
     sizes = jnp.sqrt(jnp.sum(images**2, (1, 2), keepdims=True))
-    rescaled = images * (norm / jnp.where(sizes > 0, sizes, 1.0))
-    return jnp.stack([encode(oracle, images), encode(oracle, rescaled)])
+    sizes = jnp.where(sizes > 0, sizes, 1.0)
+    raw_logits = encode(oracle, images)
+    rescaled_logits = encode(oracle, images * (norm / sizes))
+    return jnp.stack([raw_logits, rescaled_logits])
 
 
 @eqx.filter_jit
 def _left(forecaster: Forecaster, values: Array) -> Any:
     if isinstance(forecaster.dynamics, Operator):
         return left_eigenfunctions(forecaster.dynamics, values)
-    return jnp.zeros((len(values), forecaster.dynamics.matrix.shape[0]), jnp.complex64)
+    num_components = len(forecaster.dynamics.matrix)
+    return jnp.zeros((len(values), num_components), jnp.complex64)
 
 
 def predicted(logits: np.ndarray) -> np.ndarray:
     """Return the class of the largest logit, int8; -1 if a logit is not finite."""
-    return np.where(np.isfinite(logits).all(-1), logits.argmax(-1), -1).astype(np.int8)
+    is_finite = np.isfinite(logits).all(-1)
+    return np.where(is_finite, logits.argmax(-1), -1).astype(np.int8)
 
 
 def measured(dataset: xarray.Dataset) -> xarray.Dataset:
-    """Return the dataset with measures of its logits and eigenvalues, see `ordered_mnist.compute`."""
-    read, classes = predicted(dataset.logits.values), dataset.sizes["classes"]
-    digits = (dataset.labels.values + dataset.times.values[:, None]) % classes
-    ahead = read[:, :, 0, 0, 0]
-    # Diverged seeds read -1, and are not stuck.
-    most = np.stack([(ahead == digit).mean(-1) for digit in range(classes)]).max(0)
-    distances, phases = eigenvalue_errors(dataset.eigenvalues.values)
+    """Return the dataset with measures of logits and eigenvalues, see `ordered_mnist.compute`."""
     axes = dataset.logits.dims
+    num_classes = dataset.sizes["classes"]
+    labels = (dataset.labels.values + dataset.times.values[:, None]) % num_classes
+    digits = predicted(dataset.logits.values)
+    is_defined = digits >= 0
+    is_right = np.where(is_defined, digits == labels, np.nan)
+
+    # Diverged seeds read -1, and are not stuck.
+    first_digits = digits[:, :, 0, 0, 0]
+    fractions = [(first_digits == digit).mean(-1) for digit in range(num_classes)]
+    is_stuck = np.stack(fractions).max(0) > 0.9
+    distances, phases = eigenvalue_errors(dataset.eigenvalues.values)
     return dataset.assign(
-        predicted=(axes[:-1], read),
-        accuracy=(axes[:-2], np.where(read >= 0, read == digits, np.nan).mean(-1)),
-        stuck=(axes[:2], most > 0.9),
+        predicted=(axes[:-1], digits),
+        accuracy=(axes[:-2], is_right.mean(-1)),
+        stuck=(axes[:2], is_stuck),
         eigenvalue_error=(axes[:2], distances),
         phase_error=(axes[:2], phases, {"units": "radians per step"}),
     )
 
 
 def eigenvalue_errors(values: Complex[np.ndarray, "*members k"]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the largest distance and the largest angle of k-th roots of unity to their nearest of k eigenvalues."""
+    """Return the largest distance and angle of k-th roots of unity to their nearest eigenvalues."""
     # Powers of t steps are off by t times this angle, and digits are wrong from about pi / k.
     roots = cycle_spectrum(values.shape[-1])
-    nearest = np.take_along_axis(values, np.abs(values[..., None] - roots).argmin(-2), -1)
-    return np.abs(nearest - roots).max(-1), np.abs(np.angle(nearest * np.conj(roots))).max(-1)
+    indices = np.abs(values[..., None] - roots).argmin(-2)
+    nearest = np.take_along_axis(values, indices, -1)
+    distances = np.abs(nearest - roots)
+    phases = np.angle(nearest * np.conj(roots))
+    return distances.max(-1), np.abs(phases).max(-1)

@@ -32,13 +32,15 @@ class Model(NamedTuple):
 
     label: str  # name in the figure
     network: str  # name of its trained network; the oracle if it has none of its own
-    shown: str  # protocol of its curve and strip
+    protocol: str  # protocol of its curve and strip
     color: int  # per kind of network
     kind: int  # number of its marker and dashes
 
     def look(self) -> dict[str, Any]:
         """Return the style of its curve."""
-        return {**plotting.look(self.kind), "color": plotting.color(self.color)}
+        style = plotting.look(self.kind)
+        style["color"] = plotting.color(self.color)
+        return style
 
 
 MODELS = {
@@ -68,16 +70,19 @@ _loss = eqx.filter_jit(validation_loss)
 
 
 class Networks(NamedTuple):
-    """Networks trained on a sequence, by name. Losses that a network lacks are NaN."""
+    """Networks trained on a sequence, by name. Losses that a network lacks are NaN.
 
-    models: dict[str, Any]  # stacked; "oracle" reads forecasts
-    validation: dict[
-        str, np.ndarray
-    ]  # losses of encoders and autoencoders on validation images, [seeds, epochs + 1]
-    batched: dict[
-        str, np.ndarray
-    ]  # the last validation loss of encoders as the mean over batches of 64, [seeds]
-    diverged_at: dict[str, np.ndarray]  # the step at which a network diverged, or -1: [seeds]
+    Attributes:
+        models: Stacked networks. "oracle" reads forecasts.
+        validation: Losses of encoders and autoencoders on validation images, [seeds, epochs + 1].
+        batched: Last validation loss of encoders as the mean over batches of 64, [seeds].
+        diverged_at: Step at which a network diverged, or -1, [seeds].
+    """
+
+    models: dict[str, Any]
+    validation: dict[str, np.ndarray]
+    batched: dict[str, np.ndarray]
+    diverged_at: dict[str, np.ndarray]
 
 
 def _network(name: str, width: int, key: Array) -> Any:
@@ -97,77 +102,99 @@ def train_networks(
     labels: np.ndarray,
     cache: Cache,
 ) -> Networks:
-    """Train the oracle and the networks of the models of `config`, for all seeds, on images `train` [n, 28, 28]."""
-    found, held_out = Networks({}, {}, {}, {}), lagged_pairs([validation])
+    """Train the oracle and the networks of the models of `config`, for all seeds.
+
+    Images `train` and `validation` have shape [n, 28, 28].
+    """
+    num_seeds = config.num_seeds
     pairs: dict[str, Any] = {
         "data": lagged_pairs([train]),
-        "validation": held_out,
+        "validation": lagged_pairs([validation]),
         "num_epochs": config.num_epochs,
     }
     classes = {"data": (train, labels), "num_epochs": config.oracle_epochs}
-    wanted = {"oracle", *(MODELS[model].network for model in config.models)}
-    for name, own in zip(
-        NETWORKS, jax.random.split(jax.random.fold_in(key, 1), len(NETWORKS)), strict=True
-    ):
-        if name not in wanted:
+    missing = np.full((num_seeds, config.num_epochs + 1), np.nan, jnp.result_type(float))
+
+    needed = {"oracle"}
+    for model in config.models:
+        needed.add(MODELS[model].network)
+    keys = jax.random.split(jax.random.fold_in(key, 1), len(NETWORKS))
+
+    networks = Networks({}, {}, {}, {})
+    for name, network_key in zip(NETWORKS, keys, strict=True):
+        if name not in needed:
             continue
-        loss, rate = NETWORKS[name]
-        result = train_encoders(
+        loss, learning_rate = NETWORKS[name]
+        examples = pairs
+        if name == "oracle":
+            examples = classes
+        trained = train_encoders(
             partial(_network, name, config.num_digits),
             loss,
-            key=own,
-            optimizer=optax.adamw(rate, weight_decay=0.01),
-            num_seeds=config.num_seeds,
+            key=network_key,
+            optimizer=optax.adamw(learning_rate, weight_decay=0.01),
+            num_seeds=num_seeds,
             batch_size=config.batch_size,
             checkpoint=cache.path(f"{name}.ckpt"),
             callbacks=[Progress(cache.progress)],
-            **classes if name == "oracle" else pairs,
+            **examples,
         )
-        found.models[name], found.diverged_at[name] = result.models, result.diverged_at
-        cache.seconds[f"training {name}"] = result.seconds
-        nothing = np.full((config.num_seeds, config.num_epochs + 1), np.nan, jnp.result_type(float))
-        found.validation[name] = (
-            nothing if name == "oracle" else np.asarray(result.history.observed)
-        )
-        found.batched[name] = nothing[:, 0]
+        cache.seconds[f"training {name}"] = trained.seconds
+        networks.models[name] = trained.models
+        networks.diverged_at[name] = trained.diverged_at
+
+        networks.validation[name] = missing
+        if name != "oracle":
+            networks.validation[name] = np.asarray(trained.history.observed)
+        networks.batched[name] = missing[:, 0]
         if loss == name:
-            networks = [member(result.models, seed) for seed in range(config.num_seeds)]
-            losses = [
-                _loss(name, network, jnp.asarray(validation), batch_size=64) for network in networks
-            ]
-            found.batched[name] = np.asarray(losses)
-    return found
+            losses = []
+            for seed in range(num_seeds):
+                network = member(trained.models, seed)
+                losses.append(_loss(name, network, jnp.asarray(validation), batch_size=64))
+            networks.batched[name] = np.asarray(losses)
+    return networks
 
 
 def forecaster(
     config: Any, name: str, images: np.ndarray, trained: dict[str, Any], seed: int
 ) -> Forecaster:
-    """Return a forecaster of a model of `config`, from images for fits and stacked networks by name."""
+    """Return a forecaster of a model of `config`.
+
+    It is fitted to `images`, with features of the stacked networks `trained`, by name.
+    """
     fitted = partial(_fit, jnp.asarray(images), config.num_digits, jnp.asarray(config.alpha))
     if name == "linear":
         flat = jnp.asarray(images).reshape(len(images), -1)
         deviation = jnp.std(flat, 0)
+        deviation = jnp.where(deviation > 0, deviation, 1.0)
         # Only pixels are centred. Centring removes the constant function, of eigenvalue 1, from the
         # operator.
-        return fitted(
-            Pixels(jnp.mean(flat, 0), jnp.where(deviation > 0, deviation, 1.0)), None, center=True
-        )
-    model = member(trained[MODELS[name].network], seed)
+        return fitted(Pixels(jnp.mean(flat, 0), deviation), None, center=True)
+
+    network = MODELS[name].network
+    model = member(trained[network], seed)
     if not isinstance(model, Autoencoder):
         return fitted(model, None, center=False)
-    if name == MODELS[name].network:
+    if name == network:
         return Forecaster(model.encoder, Latent(model.matrix()), model.decoder)
-    return fitted(
-        model.encoder, model.decoder if name == "autoencoder_operator" else None, center=False
-    )
+    decoder = None
+    if name == "autoencoder_operator":
+        decoder = model.decoder
+    return fitted(model.encoder, decoder, center=False)
 
 
 @eqx.filter_jit
 def _fit(
     images: Array, rank: int, alpha: Array, features: Any, decoder: Any, *, center: bool
 ) -> Forecaster:
-    """Fit a forecaster by reduced rank regression on features, of images or, with a decoder, of features."""
+    """Fit a forecaster by reduced rank regression on features.
+
+    It forecasts images, or features if there is a decoder.
+    """
     x, y = lagged_pairs(encode(features, images))
-    observable = images[1:] if decoder is None else None
+    observable = None
+    if decoder is None:
+        observable = images[1:]
     operator = fit(ReducedRank(rank, alpha), x, y, observable=observable, center=center)
     return Forecaster(features, operator, decoder)

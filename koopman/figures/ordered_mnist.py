@@ -70,15 +70,17 @@ class Config:
 
     def __post_init__(self):
         checks.check_choice("data", self.data, NAMES)
-        counts = {
+        minimum_of_count = {
             "num_seeds": 1,
             "num_test": 1,
             "num_steps": 1,
             "num_train": 2,
             "num_validation": 2,
+            "num_epochs": 0,
+            "oracle_epochs": 0,
         }
-        for name, least in (counts | {"num_epochs": 0, "oracle_epochs": 0}).items():
-            checks.check_count(name, getattr(self, name), minimum=least)
+        for name, minimum in minimum_of_count.items():
+            checks.check_count(name, getattr(self, name), minimum=minimum)
         checks.check_count("num_digits", self.num_digits, minimum=1, maximum=10)
         checks.check_count("batch_size", self.batch_size, minimum=1, maximum=self.num_train - 1)
         checks.check_count("far", self.far, minimum=self.num_steps + 1)
@@ -89,29 +91,34 @@ class Config:
 
     def quick(self) -> "Config":
         """Return the settings of a smoke run."""
+        # 256 pairs divide into batches of 64: a smaller one would compile again.
         return dataclasses.replace(
-            self, num_seeds=2, num_validation=100, num_test=100, num_epochs=2, oracle_epochs=4, num_steps=3,
-            num_train=257,  # 256 pairs divide into batches of 64: a smaller one would compile again
-        )  # fmt: skip
+            self,
+            num_seeds=2,
+            num_validation=100,
+            num_test=100,
+            num_epochs=2,
+            oracle_epochs=4,
+            num_steps=3,
+            num_train=257,
+        )
 
 
 def source(config: Config, data: Digits | None = None) -> Digits:
     """Return the sequence of a configuration, or the given one, after checking it."""
-    images, labels, name = (
-        ordered_mnist(config.num_digits, data=config.data) if data is None else data
-    )
-    if (needed := config.num_train + config.num_validation + config.num_test) > len(images):
+    if data is None:
+        data = ordered_mnist(config.num_digits, data=config.data)
+    images, labels, name = data
+    needed = config.num_train + config.num_validation + config.num_test
+    if needed > len(images):
         raise checks.WrongValue(
             "`num_train`, `num_validation` and `num_test` must sum to at most the sequence's "
-            f"length, {len(images)}, "
-            f"got {needed}."
+            f"length, {len(images)}, got {needed}."
         )
-    if (digits := int(labels.max()) + 1) != config.num_digits:
-        checks.fail(
-            "num_digits",
-            f"be the number of different digits in the sequence ({digits})",
-            config.num_digits,
-        )
+    num_digits = int(labels.max()) + 1
+    if num_digits != config.num_digits:
+        wanted_number = f"be the number of different digits in the sequence ({num_digits})"
+        checks.fail("num_digits", wanted_number, config.num_digits)
     return images, labels, name  # a plain tuple, because its hash is in the identity of a run
 
 
@@ -123,7 +130,9 @@ def compute(
     cache: CacheFolder = None,
     progress: AnyMeter = None,
 ) -> xarray.Dataset:
-    """Train, fit, forecast and read, on a sequence of `koopman.datasets.ordered_mnist`; see `figures.Figure.compute`.
+    """Train, fit, forecast and read, on a sequence of `koopman.datasets.ordered_mnist`.
+
+    See `figures.Figure.compute`.
 
     Returns:
         `test_images` [images, rows, columns] and their digits, `labels`. Forecasts from them, by
@@ -139,71 +148,85 @@ def compute(
         step at which the network diverged, or -1. `oracle_accuracy` [seeds], on validation images.
         Missing numbers, and those of a seed whose network or oracle diverged, are NaN.
     """
-    return figures.run(
-        _computed, config, key=key, data=source(config, data), cache=cache, progress=progress
-    )
+    data = source(config, data)
+    return figures.run(_computed, config, key=key, data=data, cache=cache, progress=progress)
 
 
 def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> xarray.Dataset:
-    sizes = np.cumsum([config.num_train, config.num_validation, config.num_test])
-    train, validation, test = zip(*(np.split(part, sizes)[:3] for part in data[:2]), strict=True)
-    networks = train_networks(config, key, train[0], validation[0], train[1], cache)
-    oracles, diverged_at = networks.models["oracle"], networks.diverged_at
-    alive = figures.check_some_left(diverged_at["oracle"], "oracles")
+    images, labels, sequence_name = data
+    num_seeds = config.num_seeds
+    ends = np.cumsum([config.num_train, config.num_validation, config.num_test])
+    train_images, validation_images, test_images, _ = np.split(images, ends)
+    train_labels, validation_labels, test_labels, _ = np.split(labels, ends)
+
+    networks = train_networks(config, key, train_images, validation_images, train_labels, cache)
+    oracles = networks.models["oracle"]
+    is_alive = figures.check_some_left(networks.diverged_at["oracle"], "oracles")
     cache.network = member(oracles, 0)
-    norm = float(np.sqrt((train[0] ** 2).sum((1, 2))).mean())
-    names = [name for name in MODELS if name in config.models]
-    jobs = {
-        name: partial(_evaluated, config, name, networks, train[0], test[0], norm) for name in names
-    }
-    found = cache.get_all(jobs, "forecasting")
+    norms = np.sqrt((train_images**2).sum((1, 2)))
+    norm = float(norms.mean())
+
+    jobs = {}
+    legend = []
+    for name, model in MODELS.items():
+        if name in config.models:
+            jobs[name] = partial(
+                _evaluated, config, name, networks, train_images, test_images, norm
+            )
+            legend.append(model.label)
+    evaluations = cache.get_all(jobs, "forecasting")
+
     run = eqx.filter_jit(encode)
-    logits = [
-        run(member(oracles, seed), jnp.asarray(validation[0])) for seed in range(config.num_seeds)
-    ]
-    right = (predicted(np.stack(logits)) == validation[1]).mean(1)
-    forecasts = {
+    logits = []
+    for seed in range(num_seeds):
+        logits.append(run(member(oracles, seed), jnp.asarray(validation_images)))
+    is_right = predicted(np.stack(logits)) == validation_labels
+    oracle_accuracy = np.where(is_alive, is_right.mean(1), np.nan)
+
+    variables: dict[str, Any] = {}
+    axes_of_forecasts = {
         "logits": ("protocols", "scales", "times", "images", "classes"),
         "strips": ("protocols", "steps", "rows", "columns"),
         "eigenvalues": ("components",),
         "left": ("images", "components"),
     }
-    variables: dict[str, Any] = {
-        name: (("models", "seeds", *axes), np.stack([one[name] for one in found.values()]))
-        for name, axes in forecasts.items()
-    }
-    variables |= {
-        "test_images": (("images", "rows", "columns"), test[0]),
-        "validation": (
-            ("networks", "seeds", "epochs"),
-            np.stack(list(networks.validation.values())),
-        ),
-        "batched": (("networks", "seeds"), np.stack(list(networks.batched.values()))),
-        "diverged_at": (("networks", "seeds"), np.stack(list(diverged_at.values()))),
-        "oracle_accuracy": ("seeds", np.where(alive, right, np.nan)),
-    }
+    for name, axes in axes_of_forecasts.items():
+        arrays = [evaluation[name] for evaluation in evaluations.values()]
+        variables[name] = (("models", "seeds", *axes), np.stack(arrays))
+    variables["test_images"] = (("images", "rows", "columns"), test_images)
+    axes_of_networks = {"validation": ("epochs",), "batched": (), "diverged_at": ()}
+    for name, axes in axes_of_networks.items():
+        arrays = list(getattr(networks, name).values())
+        variables[name] = (("networks", "seeds", *axes), np.stack(arrays))
+    variables["oracle_accuracy"] = ("seeds", oracle_accuracy)
     coords = {
-        "models": list(found),
-        "legend": ("models", [MODELS[name].label for name in found]),
-        "networks": list(diverged_at),
+        "models": list(jobs),
+        "legend": ("models", legend),
+        "networks": list(networks.diverged_at),
         "protocols": list(PROTOCOLS),
         "scales": list(SCALES),
         "times": ("times", [*range(1, config.num_steps + 1), config.far], {"units": "steps"}),
-        "labels": ("images", test[1]),
-        "seeds": np.arange(config.num_seeds),
+        "labels": ("images", test_labels),
+        "seeds": np.arange(num_seeds),
         "epochs": np.arange(config.num_epochs + 1),
     }
-    described = {"name": data[2]} | {
-        f"num_{name}": getattr(config, f"num_{name}") for name in PARTS
-    }
-    return measured(xarray.Dataset(variables, coords, {"data": json.dumps(described)}))
+    description = {"name": sequence_name}
+    for block in PARTS:
+        description[f"num_{block}"] = getattr(config, f"num_{block}")
+    attributes = {"data": json.dumps(description)}
+    return measured(xarray.Dataset(variables, coords, attributes))
 
 
 def _evaluated(
     config: Config, name: str, networks: Networks, train: np.ndarray, test: np.ndarray, norm: float
 ) -> dict[str, np.ndarray]:
-    """Evaluate a model's forecasters of all seeds; NaN for seeds whose networks or oracle diverged."""
-    alive = (networks.diverged_at["oracle"] < 0) & (networks.diverged_at[MODELS[name].network] < 0)
+    """Evaluate a model's forecasters of all seeds.
+
+    Arrays of seeds whose networks or oracle diverged are NaN.
+    """
+    models = networks.models
+    diverged_at = networks.diverged_at
+    is_alive = (diverged_at["oracle"] < 0) & (diverged_at[MODELS[name].network] < 0)
     options = {
         "num_steps": config.num_steps,
         "far": config.far,
@@ -211,20 +234,25 @@ def _evaluated(
         "norm": norm,
     }
     seeds = [_nothing(config, test)] * config.num_seeds
-    for seed in np.flatnonzero(alive).tolist():
-        built = forecaster(config, name, train, networks.models, seed)
-        seeds[seed] = evaluate(built, member(networks.models["oracle"], seed), test, **options)
-    return {field: np.stack([seed[field] for seed in seeds]) for field in seeds[0]}
+    for seed in np.flatnonzero(is_alive).tolist():
+        fitted = forecaster(config, name, train, models, seed)
+        oracle = member(models["oracle"], seed)
+        seeds[seed] = evaluate(fitted, oracle, test, **options)
+
+    stacked = {}
+    for field in seeds[0]:
+        stacked[field] = np.stack([arrays[field] for arrays in seeds])
+    return stacked
 
 
 def _nothing(config: Config, test: np.ndarray) -> dict[str, np.ndarray]:
     """Return NaN in the shapes of a model's forecasts for one seed."""
-    protocols, digits = len(PROTOCOLS), config.num_digits
+    digits = config.num_digits
+    axes = (len(PROTOCOLS), len(SCALES), config.num_steps + 1, len(test), digits)
+    strips = (len(PROTOCOLS), config.num_steps, *test.shape[1:])
     return {
-        "logits": np.full(
-            (protocols, len(SCALES), config.num_steps + 1, len(test), digits), np.nan, np.float32
-        ),
-        "strips": np.full((protocols, config.num_steps, *test.shape[1:]), np.nan, np.float32),
+        "logits": np.full(axes, np.nan, np.float32),
+        "strips": np.full(strips, np.nan, np.float32),
         "eigenvalues": np.full(digits, np.nan, np.complex64),
         "left": np.full((len(test), digits), np.nan, np.complex64),
     }
@@ -237,14 +265,17 @@ def caption(dataset: xarray.Dataset) -> str:
 
 def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data and the size of the run."""
-    data, seeds = json.loads(dataset.attrs["data"]), dataset.seeds.values
-    sizes = ", ".join(f"{data[f'num_{part}']} {part}" for part in PARTS)
-    names = [f"{name} seed {seed}" for name in dataset.networks.values for seed in seeds]
+    data = json.loads(dataset.attrs["data"])
+    seeds = dataset.seeds.values
+    sizes = ", ".join(f"{data[f'num_{block}']} {block}" for block in PARTS)
+    names = []
+    for name in dataset.networks.values:
+        names += [f"{name} seed {seed}" for seed in seeds]
     oracle = cell(dataset.oracle_accuracy.values, factor=100, unit=" %")
-    gone = figures.named_diverged(names, dataset.diverged_at.values.reshape(-1))
+    diverged = figures.named_diverged(names, dataset.diverged_at.values.reshape(-1))
     return (
         f"{data['name']}: {sizes} images, {len(seeds)} seeds; oracle {oracle} right on "
-        f"validation images{gone}"
+        f"validation images{diverged}"
     )
 
 
@@ -261,18 +292,18 @@ def table(dataset: xarray.Dataset) -> list[list[str]]:
         f"circle, {far}": ("circle", "raw", far),
         f"roots, {far}": ("roots", "raw", far),
     }
-    shown = [["model", *columns, "eigenvalue error", "phase error", "loss"]]
+    rows = [["model", *columns, "eigenvalue error", "phase error", "loss"]]
     for name in dataset.models.values:
-        one = dataset.sel(models=name)
-        row = [
-            one.accuracy.sel(protocols=kind, scales=scale, times=time)
-            for kind, scale, time in columns.values()
-        ]
-        loss = (
-            cell(dataset.validation.sel(networks=name)[:, -1].values, 3)
-            if name in dataset.networks
-            else ""
-        )
-        cells = [cell(values.values, 3) for values in (*row, one.eigenvalue_error)]
-        shown.append([one.legend.item(), *cells, cell(one.phase_error.values, 5), loss])
-    return shown
+        model = dataset.sel(models=name)
+        row = [model.legend.item()]
+        for protocol, scale, time in columns.values():
+            accuracy = model.accuracy.sel(protocols=protocol, scales=scale, times=time)
+            row.append(cell(accuracy.values, 3))
+        row.append(cell(model.eigenvalue_error.values, 3))
+        row.append(cell(model.phase_error.values, 5))
+        loss = ""
+        if name in dataset.networks:
+            losses = dataset.validation.sel(networks=name)
+            loss = cell(losses[:, -1].values, 3)
+        rows.append([*row, loss])
+    return rows

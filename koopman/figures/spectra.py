@@ -1,4 +1,4 @@
-"""Figure `spectra`: estimated against exact eigenvalues and eigenfunctions of systems with known spectra."""
+"""Figure `spectra`: estimated against exact spectra of simulated systems."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +16,6 @@ from dissociation._core import checks
 from dissociation.figures import AnyMeter, Cache, CacheFolder, padded
 from koopman import (
     RBF,
-    Operator,
     PrincipalComponents,
     ReducedRank,
     Ridge,
@@ -26,7 +25,7 @@ from koopman import (
     lagged_pairs,
     right_eigenfunctions,
 )
-from koopman.figures._spectra_drawing import draw, kept
+from koopman.figures._spectra_drawing import draw, without_conjugates
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -48,19 +47,29 @@ MAX_RANK = 6
 
 
 class System(NamedTuple):
-    """System with a known spectrum, and its observation."""
+    """System with a known spectrum, and its observation.
 
-    label: str  # name in the figure
-    sample: Callable[
-        [int, Array], Array
-    ]  # from a number of transitions and a key to a trajectory [time, 1]
-    features: Callable[[Array], Array]  # from states [n, 1] to features [n, d]
-    exact: datasets.ExactSpectrum  # at the lag
-    lag: int  # steps from x to y
-    rank: int  # of the truncated estimators
-    compared: int  # eigenvalues compared with the exact ones, without the trivial one
-    length_scale: float  # of the Nystroem estimator's RBF kernel
-    grid: np.ndarray  # states at which an eigenfunction is drawn, [points]
+    Attributes:
+        label: Name in the figure.
+        sample: Function from a number of transitions and a key to a trajectory, [time, 1].
+        features: Function from states [n, 1] to features [n, d].
+        exact: Exact spectrum at the lag.
+        lag: Steps from x to y.
+        rank: Rank of the truncated estimators.
+        compared: Number of exact eigenvalues to compare with, without the trivial one.
+        length_scale: Length scale of the Nystroem estimator's RBF kernel.
+        grid: States at which an eigenfunction is drawn, [points].
+    """
+
+    label: str
+    sample: Callable[[int, Array], Array]
+    features: Callable[[Array], Array]
+    exact: datasets.ExactSpectrum
+    lag: int
+    rank: int
+    compared: int
+    length_scale: float
+    grid: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,22 +91,15 @@ class Config:
 
     def __post_init__(self):
         checks.check_count("num_trajectories", self.num_trajectories, minimum=1)
-        for name, value, least, most in (
-            (
-                "order",
-                self.order,
-                2,
-                200,
-            ),  # five features at least, and quadrature of few thousand nodes
-            ("num_centres", self.num_centres, MAX_RANK, 5000),
-            *(("lengths", length, 100, 10**8) for length in self.lengths),
-        ):
-            checks.check_count(name, value, minimum=least, maximum=most)
+        # Five features at least, and quadrature of few thousand nodes.
+        checks.check_count("order", self.order, minimum=2, maximum=200)
+        checks.check_count("num_centres", self.num_centres, minimum=MAX_RANK, maximum=5000)
+        for length in self.lengths:
+            checks.check_count("lengths", length, minimum=100, maximum=10**8)
         checks.check_positive("alpha", self.alpha)
         if self.alpha > 1e6:
-            checks.fail(
-                "alpha", "be at most 1e6, for features with mean squares of one", self.alpha
-            )
+            wanted_range = "be at most 1e6, for features with mean squares of one"
+            checks.fail("alpha", wanted_range, self.alpha)
         checks.check_distinct("lengths", self.lengths)
         if list(self.lengths) != sorted(self.lengths):
             checks.fail("lengths", "be ascending, because rates are of the last one", self.lengths)
@@ -112,7 +114,7 @@ class Config:
 
 def systems(config: Config) -> dict[str, System]:
     """Return the systems of a configuration."""
-    known = {
+    system_of_name = {
         "logistic": System(
             "noisy logistic map",
             lambda steps, key: datasets.logistic_map(steps, key=key, order=config.order),
@@ -147,21 +149,25 @@ def systems(config: Config) -> dict[str, System]:
             grid=np.linspace(-1.1, 1.1, 101),
         ),
     }
-    return {name: known[name] for name in config.systems}
+    return {name: system_of_name[name] for name in config.systems}
 
 
 def _hermite(count: int, x: Array) -> Array:
     """Return normalised probabilists' Hermite polynomials, [n, count]."""
-    columns = [jnp.ones_like(x[:, 0]), x[:, 0]]
+    states = x[:, 0]
+    columns = [jnp.ones_like(states), states]
     for k in range(2, count):
-        columns.append((x[:, 0] * columns[-1] - (k - 1) ** 0.5 * columns[-2]) / k**0.5)
+        product = states * columns[-1] - (k - 1) ** 0.5 * columns[-2]
+        columns.append(product / k**0.5)
     return jnp.stack(columns[:count], 1)
 
 
 def _bumps(x: Array) -> Array:
     """Return a constant and 19 Gaussian bumps of width 0.15 from -1.2 to 1.2, [n, 20]."""
     centres = jnp.linspace(-1.2, 1.2, 19, dtype=x.dtype)
-    return jnp.concatenate([jnp.ones_like(x), jnp.exp(-0.5 * ((x - centres[None]) / 0.15) ** 2)], 1)
+    distances = (x - centres[None]) / 0.15
+    bumps = jnp.exp(-0.5 * distances**2)
+    return jnp.concatenate([jnp.ones_like(x), bumps], 1)
 
 
 def source(config: Config) -> None:
@@ -194,49 +200,62 @@ def compute(
 def _computed(config: Config, key: Array, data: None, cache: Cache) -> xarray.Dataset:
     processes = systems(config)
     jobs = {}
-    for place, (name, system) in enumerate(processes.items()):
+    for position, (name, system) in enumerate(processes.items()):
+        system_key = jax.random.fold_in(key, position)
         for index, length in enumerate(config.lengths):
-            trial_key = jax.random.fold_in(jax.random.fold_in(key, place), index)
+            trial_key = jax.random.fold_in(system_key, index)
             jobs[f"{name}_{index}"] = partial(_trials, config, system, length, trial_key)
-    found = cache.get_all(jobs, "simulating and fitting")
-    last = len(config.lengths) - 1
+    trials_of_job = cache.get_all(jobs, "simulating and fitting")
 
-    def estimates(name: str, field: str, index: int) -> np.ndarray:
-        return np.stack([found[f"{name}_{index}"][f"{field}_{each}"] for each in ESTIMATORS])
+    labels = []
+    grids = []
+    exact_values = []
+    exact_functions = []
+    values = []
+    functions = []
+    for name, system in processes.items():
+        labels.append(system.label)
+        grids.append(system.grid)
+        exact_values.append(_compared(system))
+        exact_functions.append(np.real(_exact_function(system)))
+        trials_of_length = [
+            trials_of_job[f"{name}_{index}"] for index in range(len(config.lengths))
+        ]
+        values_of_length = [_by_estimator(trials, "values") for trials in trials_of_length]
+        values.append(np.stack(values_of_length, 2))
+        functions.append(_by_estimator(trials_of_length[-1], "functions"))
+    exact = padded(exact_values)
+    exact_rate = -np.log(np.abs(exact))
+    eigenvalues = padded(values)
 
-    exact = padded([_compared(system) for system in processes.values()])
-    values = padded(
-        [np.stack([estimates(name, "values", i) for i in range(last + 1)], 2) for name in processes]
-    )
     truth = exact[:, None, None, None]
-    error = np.max(np.abs(values - truth) / np.abs(truth), -1, initial=0, where=np.isfinite(truth))
-    rate = -np.log(np.abs(values))
-    mean, deviation, count = plotting.summarise(np.moveaxis(rate[..., last, :], 2, 0))
-    functions = np.stack([estimates(name, "functions", last) for name in processes])
-    exact_functions = np.stack([np.real(_exact_function(system)) for system in processes.values()])
-    estimated, trials = (
-        ("systems", "estimators"),
-        ("systems", "estimators", "trajectories", "lengths"),
-    )
+    relative_errors = np.abs(eigenvalues - truth) / np.abs(truth)
+    is_defined = np.isfinite(truth)
+    error = np.max(relative_errors, -1, initial=0, where=is_defined)
+    rate = -np.log(np.abs(eigenvalues))
+    last_rate = np.moveaxis(rate[..., -1, :], 2, 0)
+    mean, deviation, count = plotting.summarise(last_rate)
+    standard_error = deviation / np.sqrt(np.maximum(count, 1))
+
+    estimator_axes = ("systems", "estimators")
+    component_axes = (*estimator_axes, "components")
+    trial_axes = (*estimator_axes, "trajectories", "lengths")
+    point_axes = ("systems", "points")
     per_lag = {"units": "1 / lag"}
     variables = {
         "exact": (("systems", "components"), exact),
-        "exact_rate": (("systems", "components"), -np.log(np.abs(exact)), per_lag),
-        "eigenvalues": ((*trials, "components"), values),
-        "rate": ((*trials, "components"), rate, per_lag),
-        "error": (trials, error),
-        "mean_rate": ((*estimated, "components"), mean, per_lag),
-        "standard_error": (
-            (*estimated, "components"),
-            deviation / np.sqrt(np.maximum(count, 1)),
-            per_lag,
-        ),
-        "functions": ((*estimated, "trajectories", "points"), functions),
-        "grid": (("systems", "points"), np.stack([system.grid for system in processes.values()])),
-        "exact_functions": (("systems", "points"), exact_functions),
+        "exact_rate": (("systems", "components"), exact_rate, per_lag),
+        "eigenvalues": ((*trial_axes, "components"), eigenvalues),
+        "rate": ((*trial_axes, "components"), rate, per_lag),
+        "error": (trial_axes, error),
+        "mean_rate": (component_axes, mean, per_lag),
+        "standard_error": (component_axes, standard_error, per_lag),
+        "functions": ((*estimator_axes, "trajectories", "points"), np.stack(functions)),
+        "grid": (point_axes, np.stack(grids)),
+        "exact_functions": (point_axes, np.stack(exact_functions)),
     }
     coords = {
-        "systems": [system.label for system in processes.values()],
+        "systems": labels,
         "num_components": ("systems", np.isfinite(exact).sum(1)),
         "estimators": list(ESTIMATORS.values()),
         "lengths": ("lengths", list(config.lengths), {"units": "transitions"}),
@@ -244,62 +263,76 @@ def _computed(config: Config, key: Array, data: None, cache: Cache) -> xarray.Da
     return xarray.Dataset(variables, coords)
 
 
+def _by_estimator(trials: dict[str, np.ndarray], field: str) -> np.ndarray:
+    """Return a field of the trials, stacked over estimators."""
+    return np.stack([trials[f"{field}_{estimator}"] for estimator in ESTIMATORS])
+
+
 def _compared(system: System) -> np.ndarray:
-    return np.asarray(system.exact.eigenvalues, complex)[1 : 1 + system.compared]
+    eigenvalues = np.asarray(system.exact.eigenvalues, complex)
+    return eigenvalues[1 : 1 + system.compared]
 
 
 def _exact_function(system: System) -> np.ndarray:
-    return np.asarray(system.exact.right(system.grid[:, None])[:, 1], complex)
+    functions = system.exact.right(system.grid[:, None])
+    return np.asarray(functions[:, 1], complex)
 
 
 def _trials(config: Config, system: System, length: int, key: Array) -> dict[str, Array]:
-    """Estimate all trajectories of one length: the nearest eigenvalues, and the first eigenfunction."""
-    exact, truth = (
-        jnp.asarray(part(system), jnp.complex64) for part in (_compared, _exact_function)
-    )
+    """Estimate nearest eigenvalues and first eigenfunction from all trajectories of one length."""
+    exact = jnp.asarray(_compared(system), jnp.complex64)
+    truth = jnp.asarray(_exact_function(system), jnp.complex64)
     grid = jnp.asarray(system.grid[:, None], jnp.float32)
-    centres, alpha = jnp.linspace(grid[0], grid[-1], config.num_centres), jnp.asarray(config.alpha)
+    centres = jnp.linspace(grid[0], grid[-1], config.num_centres)
+    alpha = jnp.asarray(config.alpha)
 
-    def one(key: Array) -> dict[str, Array]:
+    def estimates(key):
         x, y = lagged_pairs(system.sample(length, key), system.lag)
         features = system.features(x), system.features(y)
         reduced_rank = ReducedRank(system.rank, alpha)
-        fitted: dict[str, tuple[Operator, Array]] = {
-            "ridge": (fit(Ridge(alpha), *features), system.features(grid)),
-            "pcr": (fit(PrincipalComponents(system.rank, alpha), *features), system.features(grid)),
-            "reduced_rank": (fit(reduced_rank, *features), system.features(grid)),
-            "nystroem": (
-                fit(reduced_rank, x, y, kernel=RBF(system.length_scale), centres=centres),
-                grid,
-            ),
+        kernel = RBF(system.length_scale)
+        operators = {
+            "ridge": fit(Ridge(alpha), *features),
+            "pcr": fit(PrincipalComponents(system.rank, alpha), *features),
+            "reduced_rank": fit(reduced_rank, *features),
+            "nystroem": fit(reduced_rank, x, y, kernel=kernel, centres=centres),
         }
-        out = {}
-        for name, (operator, where) in fitted.items():
+        arrays = {}
+        for name, operator in operators.items():
+            points = grid
+            if name != "nystroem":
+                points = system.features(grid)
             spectrum = decompose(operator)
             # One estimate may be nearest to several exact eigenvalues, and many eigenvalues favour
             # an estimator.
-            nearest = jnp.argmin(jnp.abs(spectrum.eigenvalues[None] - exact[:, None]), 1)
-            out[f"values_{name}"] = spectrum.eigenvalues[nearest]
-            function = right_eigenfunctions(operator, where, spectrum)[:, nearest[0]]
+            distances = jnp.abs(spectrum.eigenvalues[None] - exact[:, None])
+            nearest = jnp.argmin(distances, 1)
+            arrays[f"values_{name}"] = spectrum.eigenvalues[nearest]
+            functions = right_eigenfunctions(operator, points, spectrum)
+            function = functions[:, nearest[0]]
             # An eigenfunction is defined up to a complex factor: this one brings it closest to the
             # truth.
             factor = jnp.vdot(function, truth) / jnp.vdot(function, function)
-            out[f"functions_{name}"] = jnp.real(factor * function)
-        return out
+            arrays[f"functions_{name}"] = jnp.real(factor * function)
+        return arrays
 
-    batch_size = 1 if jax.default_backend() == "cpu" else None  # one by one on a CPU
-    return bmap(one, batch_size=batch_size)(jax.random.split(key, config.num_trajectories))
+    batch_size = None
+    if jax.default_backend() == "cpu":
+        batch_size = 1  # one by one
+    keys = jax.random.split(key, config.num_trajectories)
+    return bmap(estimates, batch_size=batch_size)(keys)
 
 
 def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     many = f"{dataset.sizes['trajectories']} independent trajectories"
     functions = dataset.functions.values
-    drawn = plotting.drawn_as(*functions.reshape(-1, *functions.shape[2:]), members="trajectories")
-    systems = [
-        f"{name} ({', '.join('abcdefghi'[3 * row : 3 * row + 3])})"
-        for row, name in enumerate(dataset.systems.values)
-    ]
+    curves = functions.reshape(-1, *functions.shape[2:])
+    drawn = plotting.drawn_as(*curves, members="trajectories")
+    systems = []
+    for row, name in enumerate(dataset.systems.values):
+        letters = ", ".join("abcdefghi"[3 * row : 3 * row + 3])
+        systems.append(f"{name} ({letters})")
     return (
         "Estimates of four estimators on simulated systems whose spectra are known: "
         f"{', '.join(systems)}. "
@@ -326,17 +359,13 @@ def headline(dataset: xarray.Dataset) -> str:
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per system, estimator and rate."""
-    shown = [["system", "estimator", "exact rate", "mean", "standard error", "bias / error"]]
+    rows = [["system", "estimator", "exact rate", "mean", "standard error", "bias / error"]]
     for name in dataset.systems.values:
-        one = kept(dataset, name)
-        for estimator in one.estimators.values:
-            numbers = one.sel(estimators=estimator)[["exact_rate", "mean_rate", "standard_error"]]
-            for exact, mean, error in numbers.to_array().values.T:
-                cells = [
-                    f"{exact:.5f}",
-                    f"{mean:.5f}",
-                    f"{error:.5f}",
-                    f"{(mean - exact) / error:+.1f}",
-                ]
-                shown.append([name, estimator, *cells])
-    return shown
+        results = without_conjugates(dataset, name)[["exact_rate", "mean_rate", "standard_error"]]
+        for estimator in results.estimators.values:
+            rates = results.sel(estimators=estimator).to_array()
+            for exact, mean, error in rates.values.T:
+                numbers = [f"{exact:.5f}", f"{mean:.5f}", f"{error:.5f}"]
+                bias = f"{(mean - exact) / error:+.1f}"
+                rows.append([name, estimator, *numbers, bias])
+    return rows

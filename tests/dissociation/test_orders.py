@@ -23,7 +23,7 @@ def test_all_orders_are_the_arrangements_but_the_given_one(labels):
 
 
 def test_units_of_positions_and_repeats_move_together():
-    units = units_of(12, repeats=2, each=2)
+    units = units_of(12, repeats=2, num_positions=2)
     (order,) = all_orders(units, [np.array([0, 0, 1])])[:1]
     rows = np.arange(12).reshape(2, 3, 2)
     moved = rows.ravel()[order].reshape(2, 3, 2)

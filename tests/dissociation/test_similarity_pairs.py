@@ -462,8 +462,10 @@ def test_blocks_are_left_out_whole_and_positions_and_repeats_stay_together():
         assert all((np.diff(rows) == 1).all() for rows in left) == (blocks == "contiguous")
     repeated = inference.kept_rows(12, 3, repeats=2)[0]
     assert all(set(rows[rows < 6] + 6) == set(rows[rows >= 6]) for rows in repeated)
-    assert inference.kept_rows(40 * 36, 20, each=36)[0].shape == (20, 38 * 36)
-    images = random_orders(jax.random.key(0), 3, units_of(40 * 36, each=36)).reshape(3, 40, 36)
+    assert inference.kept_rows(40 * 36, 20, num_positions=36)[0].shape == (20, 38 * 36)
+    images = random_orders(jax.random.key(0), 3, units_of(40 * 36, num_positions=36)).reshape(
+        3, 40, 36
+    )
     np.testing.assert_array_equal(np.sort(images[..., 0], 1), np.tile(36 * np.arange(40), (3, 1)))
     np.testing.assert_array_equal(images - images[:, :, :1], np.arange(36) + np.zeros((3, 40, 1)))
     base = np.cumsum(np.cumsum(np.random.default_rng(4).standard_normal((2, 40, 6, 6, 3)), 2), 3)
