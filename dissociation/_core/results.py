@@ -158,7 +158,9 @@ def _fields(
     if fields is not None:
         yield from _fields_of_record(tree, name, fields)
     elif isinstance(tree, Mapping) or is_list:
-        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        entries: Any = tree
+        named = entries.items() if isinstance(tree, Mapping) else enumerate(entries)
+        for key, value in named:
             yield from _fields(value, f"{name}_{key}" if name else str(key), unit=unit)
     else:
         yield name or "values", tree, hint, unit

@@ -109,8 +109,10 @@ def margins(source: BilinearNetwork | Spectrum) -> Margins:
     table[first, second] = pairs
     table[second, first] = pairs
     # One pair at a time bounds the memory of the eigendecompositions.
-    arrays = jax.lax.map(lambda pair: margin_of(*pair), (jnp.asarray(first), jnp.asarray(second)))
-    return Margins(*arrays, jnp.asarray(table))
+    indices = (jnp.asarray(first), jnp.asarray(second))
+    arrays = jax.lax.map(lambda pair: margin_of(*pair), indices)
+    values, directions, linear, offset, rounding = arrays
+    return Margins(values, directions, linear, offset, rounding, jnp.asarray(table))
 
 
 def _from_network(model: BilinearNetwork) -> Callable[[Array, Array], tuple[Array, ...]]:

@@ -244,7 +244,8 @@ def _draw_each(
     """Draw one image per label and key, at most `batch_size` at once."""
 
     def draw(label_and_key):
-        return draw_glyph(templates, *label_and_key, variation, border)
+        label, glyph_key = label_and_key
+        return draw_glyph(templates, label, glyph_key, variation, border)
 
     # Batches have one size, the last one padded, because a smaller one would compile a second
     # program.

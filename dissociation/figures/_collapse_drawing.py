@@ -454,7 +454,7 @@ def _crossings(axis: Axes, dataset: xarray.Dataset) -> None:
         positions = positions[is_alive.reshape(-1)]
         times = times[is_alive]
         crossed = ~np.isnan(times)
-        look = {"marker": marker, "color": color, "linestyle": ""}
+        look: Any = {"marker": marker, "color": color, "linestyle": ""}
         axis.plot(positions[crossed], times[crossed], markersize=2, alpha=0.5, **look)
         never = np.full((~crossed).sum(), 2 * end)
         axis.plot(positions[~crossed], never, markersize=3, mfc="none", **look)

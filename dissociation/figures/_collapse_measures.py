@@ -100,7 +100,7 @@ class Information(eqx.Module):
         codes = codes + self.feature_noise * noise
         order = jax.random.permutation(keys[2], len(codes))
         truth = jnp.argmax(self.labels, 1)
-        options = {"num_neighbours": self.num_neighbours}
+        options: Any = {"num_neighbours": self.num_neighbours}
         for name, z in (("", codes), ("_null", codes[order])):
             zx = information(self.codes, z, **options)
             zy = label_information(z, truth, num_classes=self.labels.shape[1], **options)
@@ -227,7 +227,7 @@ def first_crossings(config: Any, series: Arrays, time_step: np.ndarray) -> tuple
     collapsed = np.asarray(first_cross(times, collapse, config.collapse_threshold, "below"))
 
     steps = (fitted, generalised, collapsed, collapsed - fitted)
-    ends = dict.fromkeys(EVENTS, np.full(fitted.shape, end))
+    ends: dict[str, Any] = dict.fromkeys(EVENTS, np.full(fitted.shape, end))
     ends["delay"] = end - fitted
     has_diverged = ~np.isfinite(series["train_loss"]).all(-1)
     first = {}

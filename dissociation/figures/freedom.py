@@ -229,7 +229,7 @@ def _moved(
         logarithms = config.spread * jax.random.normal(key, (group.size,))
         return scale(group, jnp.exp(logarithms))(model)
 
-    rewrites = config.rewrites(group)
+    rewrites: dict[str, Any] = config.rewrites(group)
     rewrites["null-perturbed"] = null_perturbed(weights, config.null_scale)
     rewrites["unevenly"] = unevenly
     tables = {}

@@ -114,7 +114,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     )
     null_space = cache.get("null_space", find_spaces)
 
-    rewrites = config.rewrites(group)
+    rewrites: dict[str, Any] = config.rewrites(group)
     rewrites["null-perturbed"] = null_perturbed(weights, config.null_scale)
     # The first variant is the reference of differences.
     names = ("trained", "null-perturbed", "duplicated", "scaled", "nuisance")

@@ -126,13 +126,14 @@ def make_task(
     targets = np.asarray(y, float)
     if rtol is not None:
         check_non_negative("rtol", rtol)
-        return _decomposed(inputs, targets, rtol, dtype)
-    eps = []
+        cutoff: Any = rtol
+        return _decomposed(inputs, targets, cutoff, dtype)
+    units = []
     for kind in (x.dtype, y.dtype, dtype):
         if jnp.issubdtype(kind, jnp.floating):
-            eps.append(float(jnp.finfo(kind).eps))
-    rtol = min(max(x.shape), 300) * max(eps)
-    return _decomposed(inputs, targets, rtol, dtype, evens=True)
+            units.append(float(jnp.finfo(kind).eps))
+    rounding: float = min(max(x.shape), 300) * max(units)
+    return _decomposed(inputs, targets, rounding, dtype, evens=True)
 
 
 def check_semidefinite(name: str, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

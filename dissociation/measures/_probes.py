@@ -263,8 +263,8 @@ def _prepare(
         fail("num_samples", bounds, num_samples)
     if groups is not None and not any(map(is_traced, (groups, num_samples))):
         _check_groups(groups, int(np.asarray(num_samples)), num_splits)
-    x = no_derivative(x, "A cross-validated probe, as a function of its features,")
-    return x, to_device(y, x.dtype), groups, jnp.asarray(num_samples, jnp.int32)
+    features: Any = no_derivative(x, "A cross-validated probe, as a function of its features,")
+    return features, to_device(y, x.dtype), groups, jnp.asarray(num_samples, jnp.int32)
 
 
 def _read_groups(groups: Any, x: Any, y: Any) -> Array | None:

@@ -1,6 +1,6 @@
 """Solvers of the softmax probes of all folds, by L-BFGS or gradient steps."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -180,7 +180,7 @@ def _held_out(probabilities: Array, ids: Array) -> Array:
     return jnp.sum(probabilities, 0, where=is_held_out[:, None]).T
 
 
-def with_ones(x: Array) -> Array:
+def with_ones(x: Any) -> Array:
     """Return the samples with a column of ones, for the intercept."""
     ones = jnp.ones((len(x), 1), x.dtype)
     return jnp.concatenate([x, ones], 1)

@@ -328,7 +328,7 @@ class Walk:
 
             inner = inner_program(equation.params)
             fits = inner is not None and len(inner.jaxpr.invars) == len(values)
-            if fits and self.enters(equation, input_marks):
+            if inner is not None and fits and self.enters(equation, input_marks):
                 outputs = self.run(inner.jaxpr, inner.consts, values, input_marks)
             else:
                 results, mark = self.at(equation, values, input_marks)

@@ -89,7 +89,7 @@ def _image(array: np.ndarray) -> bytes:
     images = np.atleast_3d(array.T).T.astype(float)
     # Gaps between images are NaN.
     padded = np.pad(images, ((0, 0), (0, 0), (0, 1)), constant_values=np.nan)
-    row = np.hstack(padded)[:, :-1]
+    row = np.hstack(list(padded))[:, :-1]
     largest = np.nanmax(np.abs(row), initial=0.0) or 1.0
     if (row < 0).any():
         colours = mpl.colormaps["RdBu_r"](0.5 + 0.5 * row / largest)

@@ -495,7 +495,7 @@ def _of_outputs(
     values: np.ndarray, first: Items, second: Items, layer: str | None, budget: int | None
 ) -> dict[str, Any]:
     """Return disagreement, divergence and the measure of the outputs of each pair, by field."""
-    fields = dict.fromkeys((*FUNCTIONAL, "output_similarity"))
+    fields: dict[str, Any] = dict.fromkeys((*FUNCTIONAL, "output_similarity"))
     of_first = _outputs(first, layer)
     of_second = of_first if second is first else _outputs(second, layer)
     if of_first is None or of_second is None:

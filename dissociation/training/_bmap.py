@@ -320,7 +320,7 @@ def _axis_of_each_leaf(name: str, prefix: PyTree, tree: Any) -> list[int | None]
                 name, "consist of None, integers and functions from leaf to axis", repr(axis)
             )
         for leaf in jax.tree.leaves(subtree):
-            leaf_axis = axis
+            leaf_axis: Any = axis
             if callable(axis):
                 leaf_axis = axis(leaf)
             axes.append(leaf_axis)

@@ -294,7 +294,7 @@ def autoencoder_loss(
     reconstruction = alpha_rec * _mean_square(x, x_rec)
     latent_step = alpha_lin * _mean_square(y_enc, x_evo)
     prediction = alpha_pred * _mean_square(y, y_pred)
-    return reconstruction + latent_step + prediction
+    return jnp.asarray(reconstruction + latent_step + prediction)
 
 
 def _mean_square(target: Array | np.ndarray, estimate: Array | np.ndarray) -> Array:

@@ -147,7 +147,7 @@ def _few_directions(operator: Operator) -> Iterator[Finding]:
             f"{operator.core.dtype}: the other "
             f"{rank - num_directions} latent functions are zero or rounding."
         )
-        numbers = {"rank": rank, "directions": num_directions}
+        numbers: dict[str, float] = {"rank": rank, "directions": num_directions}
         yield Finding("few_directions", numbers, sentence, f"Lower it to {num_directions}.")
 
 

@@ -377,7 +377,7 @@ def _from_pairs(
         rows = (*rows, None)
     num_pairs = x.shape[0]
     scale = np.asarray(num_pairs**-0.5, dtype)
-    return _Problem(*rows, *offsets, scale, num_pairs), shape
+    return _Problem._make([*rows, *offsets, scale, num_pairs]), shape
 
 
 def _about_means(arrays: list[Any], center: bool) -> tuple[list[Any], Any, list[Any]]:
@@ -604,8 +604,10 @@ def _solve_kernel(
 
     square = unit * unit
     cutoff = problem.cutoff**0.5
+    # Values below the cut-off are rounding, which differs between programs.
+    is_resolved = basis.trailing_values > cutoff * jnp.max(basis.values)
     fitting = Fitting(
-        basis.trailing_values * unit,
+        jnp.where(is_resolved, basis.trailing_values, 0.0) * unit,
         basis.variance * square,
         trace * square,
         None,

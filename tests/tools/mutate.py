@@ -131,6 +131,7 @@ TESTED_BY["dissociation._core.frames"] = [
 TESTED_BY["dissociation._core.columns"] = ["koopman/test_frames.py", "koopman/test_pairs.py"]
 TESTED_BY["dissociation.training._interrupts"] = ["dissociation/test_interrupts.py"]
 TESTED_BY["dissociation._core.lazy"] = ["test_packaging.py"]
+TESTED_BY["koopman._operators._numerics"] = ["koopman/test_operators.py"]
 TESTED_BY["koopman._operators._rotations"] = ["koopman/test_dynamical_similarity.py"]
 TESTED_BY["dissociation.rewrites._comparison"] = [
     "dissociation/test_growth.py",
