@@ -1,4 +1,4 @@
-"""What the site does beyond `mkdocs.yml`: pages beside it, of notebooks and docstrings; nothing from elsewhere."""
+"""Hooks of the site beyond `mkdocs.yml`: the front page, notebooks and docstrings."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ DocsDir.post_validation = lambda *_, **__: None
 
 
 def on_files(files, config):
-    """Add the front page, which is README, and a page for every notebook with its text, outputs and images."""
+    """Add README as the front page, and a page for every notebook with its outputs."""
     readme = (
         (ROOT / "README.md")
         .read_text()
@@ -37,7 +37,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, **kwargs):
-    """Return the page with links to notebooks' pages on the site, and without tags made of products <x, y>."""
+    """Return the page with links to pages of notebooks, and inner products <x, y> escaped."""
     markdown = re.sub(r"\]\((?:\.\./)+notebooks/(\w+)\.ipynb\)", r"](notebooks/\1.md)", markdown)
     return re.sub(r"<(?=\w+, )", "&lt;", markdown)
 
@@ -99,7 +99,7 @@ def on_post_build(config):
 
 
 class Docstrings(griffe.Extension):
-    """Docstrings as Markdown: one example is a section as several are, and the brackets of a product are no tag."""
+    """Docstrings as Markdown, with a section for examples and inner products escaped."""
 
     def on_object(self, *, obj, **kwargs):
         """Handle one docstring."""

@@ -1,4 +1,6 @@
-"""For the paper's own notebook, which has `from logistic import crossval_softmax_predict`: put beside it, this is ours.
+"""Module for the paper's notebook, `from logistic import crossval_softmax_predict`.
+
+Put this file beside the notebook.
 
 Its other imports, `bmap`, `expand` and `mnist`, are `dissociation.fig4.bmap`, `.expand` and
 `.mnist`.
