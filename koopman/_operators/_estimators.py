@@ -464,9 +464,8 @@ def _from_moments(problem: FeatureRegression) -> Basis:
         basis = jax.vmap(solve_member, axes)(*arguments)
         return basis, jax.tree.map(lambda _: True, basis)
 
-    square = product(problem.x.T, problem.x)
     cross = product(problem.x.T, problem.y)
-    return solve(square, cross, problem.alpha)
+    return solve(problem.second_moment, cross, problem.alpha)
 
 
 def _rooted(leading: Basis, vectors: Array, variance: Array) -> Basis:

@@ -83,17 +83,22 @@ class FeatureRegression(eqx.Module):
     solver: str = eqx.field(static=True)  # see `find_left_vectors`
     # "qr", "covariance", or "auto": "covariance" if `moments_suffice`, else "qr".
     route: str = eqx.field(static=True)
+    square: Array | None = None  # x^T x, if it is computed already
+
+    @property
+    def second_moment(self) -> Float[Array, "d d"]:
+        """Return C_x = x^T x."""
+        return product(self.x.T, self.x) if self.square is None else self.square
 
     @property
     def moments_suffice(self) -> Array:
         """True if all eigenvalues of C_x exceed 10^6 eps tr(C_x), for all members of a `vmap`."""
-        x = lax.stop_gradient(self.x)
-        square = product(x.T, x)
+        square = lax.stop_gradient(self.second_moment)
         sizes = jnp.diagonal(square)
         trace = jnp.sum(sizes)
         # A Cholesky factor exists if all eigenvalues are positive, and is cheaper than the
         # eigenvalues.
-        floor = 1e6 * rounding_unit(x) * trace - jnp.where(sizes == 0, trace, 0.0)
+        floor = 1e6 * rounding_unit(square) * trace - jnp.where(sizes == 0, trace, 0.0)
         factor = jnp.linalg.cholesky(square - jnp.diag(floor))
         # Members of a `vmap` decide together, because a mapped condition would run both programs.
         return _all_members(jnp.isfinite(factor).all())
@@ -119,7 +124,9 @@ class FeatureRegression(eqx.Module):
 
         Only one of them is computed.
         """
-        return lax.cond(self.moments_suffice, quick, accurate, self)
+        # Both the decision and the quick branch need C_x.
+        problem = dataclasses.replace(self, square=self.second_moment)
+        return lax.cond(problem.moments_suffice, quick, accurate, problem)
 
     def by_route(self, function: Callable[["FeatureRegression"], Any]) -> Any:
         """Return a function of the problem with its route resolved."""
@@ -149,8 +156,7 @@ class FeatureRegression(eqx.Module):
         """Return the first `size` columns of W, and their deviations."""
         x = self.x
         if self.route == "covariance":
-            square = product(x.T, x)
-            basis = find_left_vectors(square, self.size, solver=self.solver)
+            basis = find_left_vectors(self.second_moment, self.size, solver=self.solver)
             values = jnp.sqrt(basis.values)
             trailing_values = jnp.sqrt(basis.trailing_values)
             basis = basis._replace(values=values, trailing_values=trailing_values)
@@ -173,7 +179,7 @@ class FeatureRegression(eqx.Module):
         """
         x = self.x
         if self.route == "covariance":
-            squares, vectors = jnp.linalg.eigh(product(x.T, x))
+            squares, vectors = jnp.linalg.eigh(self.second_moment)
             values = jnp.sqrt(jnp.maximum(squares, 0.0))[::-1]
             right_vectors = vectors.T[::-1]
             whiten, scale = self.scaled(values, right_vectors)

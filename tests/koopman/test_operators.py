@@ -31,6 +31,7 @@ from koopman import (
     scan_moments,
     singular_values,
 )
+from koopman._operators import _diagnose
 from koopman._operators import _findings as findings
 
 ESTIMATORS = {
@@ -677,6 +678,24 @@ def test_fit_warns_of_what_diagnose_finds():
         ValueError, match="`x` must be the states of a fit with a kernel, got moments"
     ):
         diagnose(of_kernel, moments(*pairs))
+
+
+def test_findings_do_not_depend_on_the_decomposition(monkeypatch, x64):
+    """Wide features with a given `alpha` take `eigh` of their products, else an SVD."""
+    rng = np.random.default_rng(0)
+    width = _diagnose._QUICK_SVD + 2
+    x = 1.0 + rng.normal(size=(3 * width, width)) * np.logspace(0, -1, width)
+    y = 0.5 * x + 1.0 + 1e-3 * rng.normal(size=x.shape)
+    with warnings.catch_warnings(action="ignore"):
+        operator = fit(Ridge(0.02), x, y)
+    quick = diagnose(operator, x, y)
+    monkeypatch.setattr(_diagnose, "_QUICK_SVD", 2 * width)
+    exact = diagnose(operator, x, y)
+    names = [finding.name for finding in quick]
+    assert names == ["suppressed_directions", "missing_intercept"]
+    assert names == [finding.name for finding in exact]
+    for first, second in zip(quick, exact, strict=True):
+        assert first.numbers == pytest.approx(second.numbers, rel=1e-8)
 
 
 def test_snapshots_in_columns_are_hinted_at_once():
