@@ -165,7 +165,7 @@ def stream(options):
         {"ours": ours, "NumPy, sums of products, only for linear CKA": peer}, options.repeats
     )
     own = seconds.pop("ours")
-    note = "ours also serves debiased CKA, CCA, shapes and predictivity"
+    note = "ours also serves debiased CKA"
     report(
         f"moments of {total * 10_000} samples, 256 against 256 features", own, first, seconds, note
     )

@@ -1,6 +1,7 @@
 """Similarities from joint moments that add over batches of samples."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -10,16 +11,17 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_finite, fail, is_traced, warn
-from dissociation._core.conversion import as_array, as_numbers, describe, to_device
-from dissociation._core.linalg import centre, product
+from dissociation._core.conversion import (
+    as_array,
+    as_numbers,
+    describe,
+    to_device,
+    warn_narrowed,
+)
+from dissociation._core.linalg import product
 from dissociation._core.results import Result
 from dissociation._core.validation import validated
-from dissociation.similarity._base import (
-    apart_from_rounding,
-    check_size,
-    in_common_dtype,
-    real_numbers,
-)
+from dissociation.similarity._base import apart_from_rounding, check_size
 from dissociation.similarity._measures import MEASURES
 
 Tables = tuple[Array, Any]
@@ -74,25 +76,32 @@ def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
 
 
 def _read_batch(number: int, batch: Any) -> list[Any]:
-    """Return the arrays of a batch, or raise unless they are finite real numbers."""
+    """Return the arrays of a batch, or raise unless they hold real numbers."""
     if not isinstance(batch, (list, tuple)):
         fail("batches", "give a tuple of arrays each, one per representation", describe(batch))
     arrays = []
     for index, features in enumerate(batch):
         name = f"batches[{number}][{index}]"
-        array = as_array(name, features, "real numbers [n, p]")
-        check_finite(name, as_numbers(name, array, frozenset({"float"})))
-        arrays.append(array)
+        arrays.append(as_array(name, features, "real numbers [n, p]"))
+        as_numbers(name, arrays[-1], frozenset({"float"}))
     return arrays
+
+
+def _point_of(array: Any) -> np.ndarray:
+    """Return a point near all samples: their mean, in a dtype that holds differences from it."""
+    mean = np.mean(np.asarray(array, np.float64), 0)
+    return mean.astype(np.result_type(np.asarray(array[:0]).dtype, np.float32))
 
 
 def stream_moments(batches: Iterable[Any]) -> JointMoments:
     """Return the moments of samples in batches.
 
-    Memory is the square of the number of all features.
+    Memory is the square of the number of all features. Products are those of NumPy, or of JAX for
+    arrays on an accelerator. They are added in float64.
 
     Args:
-        batches: Sequences of one array [n, p] per representation. Each new n is compiled for.
+        batches: Sequences of one array [n, p] per representation. On an accelerator, each new n is
+            compiled for.
 
     Returns:
         The moments of all samples, computed about the means of the first batch, so that large means
@@ -101,13 +110,13 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
     Raises:
         ValueError: If there is no batch, or batches differ in their representations.
     """
-    total: Any = None
+    dtype = jax.dtypes.canonicalize_dtype(np.float64)
     points = []
+    total: Any = 0.0
     for number, batch in enumerate(batches):
         arrays = _read_batch(number, batch)
-        # Moments about a point near the means lose no digits to a large offset.
         if not points:
-            points = [np.mean(np.asarray(array, np.float64), 0, keepdims=True) for array in arrays]
+            points = [_point_of(array) for array in arrays]
         shapes = [array.shape for array in arrays]
         if not shapes or shapes != [(shapes[0][0], point.size) for point in points]:
             requirement = (
@@ -115,53 +124,68 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
             )
             fail("batches", requirement, shapes)
 
-        shifted = []
         for array, point in zip(arrays, points, strict=True):
-            shifted.append(real_numbers("batches", array - point, "numbers"))
-        moments = _moments(tuple(in_common_dtype(*shifted)))
-        total = moments if total is None else _merged(total, moments)
+            if point.dtype.itemsize > dtype.itemsize:
+                warn_narrowed("batches", array - point)
+        is_on_host = all(map(_is_on_host, arrays))
+        sums_of = _sums_on_host if is_on_host else _sums_on_device
+        sums = np.asarray(sums_of(arrays, points, dtype))
+        if not np.isfinite(sums).all():
+            for index, array in enumerate(arrays):
+                check_finite(f"batches[{number}][{index}]", array)
+        total = total + sums.astype(np.float64)
 
-    if total is None:
+    if not points:
         fail("batches", "give at least one batch", "none")
-    # Shifted on the host, which compiles nothing.
-    shift = np.concatenate(points, 1)[0].astype(total.mean.dtype)
-    mean = np.asarray(total.mean) + shift
-    return eqx.tree_at(lambda m: m.mean, total, to_device(mean))
+    widths = tuple(point.size for point in points)
+    offset = total[0, 1 : 1 + sum(widths)] / total[0, 0]
+    mean = np.concatenate(points) + offset
+    with np.errstate(invalid="ignore"):
+        sums = _moved(total, -offset, widths)
+    return JointMoments(to_device(mean, dtype), to_device(sums, dtype), widths)
 
 
-@eqx.filter_jit
-def _moments(arrays: tuple[Array, ...]) -> JointMoments:
-    """Return the moments of one batch."""
-    widths = tuple(array.shape[1] for array in arrays)
-    joined = jnp.concatenate(arrays, 1)
-    x = centre(joined)
-    # Squared lengths are squared again, so float32 holds lengths up to 1e8.
-    lengths = _per_representation((x**2).T, widths)
-    ones = jnp.ones_like(x[:, :1])
-    z = jnp.concatenate([ones, x, lengths.T], 1)
-    mean = joined[0] - x[0]
-    return JointMoments(mean, product(z.T, z), widths)
+def _is_on_host(array: Any) -> bool:
+    """Return True if NumPy reads an array without a copy from an accelerator."""
+    return isinstance(array, np.ndarray) or {d.platform for d in array.devices()} == {"cpu"}
 
 
-@jax.jit
-def _merged(a: JointMoments, b: JointMoments) -> JointMoments:
-    """Return the exact moments of two batches together, moved to the common mean."""
-    count = a.count + b.count
-    difference = b.mean - a.mean
-    shift = difference * (b.count / count)
-    sums_a = _moved(a.sums, -shift, a.widths)
-    sums_b = _moved(b.sums, difference * (a.count / count), a.widths)
-    return JointMoments(a.mean + shift, sums_a + sums_b, a.widths)
+def _sums_on_host(arrays: list[Any], points: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """Return sum z z^T of x - `points`, as `JointMoments.sums`."""
+    num_features = sum(point.size for point in points)
+    z = np.empty((len(arrays[0]), 1 + num_features + len(points)), dtype)
+    z[:, 0] = 1.0
+    start = 1
+    for index, (array, point) in enumerate(zip(arrays, points, strict=True)):
+        block = z[:, start : start + point.size]
+        np.subtract(np.asarray(array), point, out=block, casting="same_kind")
+        np.einsum("np,np->n", block, block, out=z[:, 1 + num_features + index])
+        start += point.size
+    with np.errstate(over="ignore", invalid="ignore"):
+        return z.T @ z  # NumPy computes one half of a product with the transpose
 
 
-def _moved(sums: Array, shift: Array, widths: tuple[int, ...]) -> Array:
+@partial(jax.jit, static_argnums=2)
+def _sums_on_device(arrays: list[Array], points: list[Array], dtype: np.dtype) -> Array:
+    """Return what `_sums_on_host` returns."""
+    blocks = [
+        (array - point[None]).astype(dtype) for array, point in zip(arrays, points, strict=True)
+    ]
+    lengths = [jnp.sum(block**2, 1, keepdims=True) for block in blocks]
+    ones = jnp.ones_like(lengths[0])
+    z = jnp.concatenate([ones, *blocks, *lengths], 1)
+    return product(z.T, z)
+
+
+def _moved(sums: np.ndarray, shift: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
     """Return the sums of x + `shift`, in which z is linear."""
+    starts = np.cumsum((0, *widths[:-1]))
     for _ in range(2):  # rows, then columns
-        ones, x, lengths = jnp.split(sums, [1, 1 + len(shift)])
+        ones, x, lengths = np.split(sums, [1, 1 + len(shift)])
         changes = 2 * shift[:, None] * x + (shift**2)[:, None] * ones
         x = x + shift[:, None] * ones
-        lengths = lengths + _per_representation(changes, widths)
-        sums = jnp.concatenate([ones, x, lengths]).T
+        lengths = lengths + np.add.reduceat(changes, starts)
+        sums = np.concatenate([ones, x, lengths]).T
     return sums
 
 

@@ -68,17 +68,19 @@ def test_streamed_baselines_are_those_of_the_samples(name, moments_of_precision)
 
 @pytest.mark.usefixtures("x64")
 def test_moments_merge_in_any_order():
-    parts = [similarity.stream_moments([batch]) for batch in batches(X, Y)]
-    merge = streaming._merged
+    parts = batches(X, Y)
     whole = similarity.stream_moments([(X, Y)])
-    forward = merge(merge(parts[0], parts[1]), merge(parts[2], parts[3]))
-    backward = merge(parts[3], merge(merge(parts[2], parts[0]), parts[1]))
-    for found in (forward, backward):
+    on_device = streaming._sums_on_device
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
+        found = similarity.stream_moments(parts[i] for i in order)
         for part in ("count", "mean", "products", "quartics"):
             one, other = getattr(found, part), getattr(whole, part)
             np.testing.assert_allclose(
                 one, other, rtol=1e-9, atol=1e-9 * float(jnp.abs(other).max())
             )
+    points = [part[0] for part in (X, Y)]
+    sums = streaming._sums_on_host([X, Y], points, X.dtype)
+    np.testing.assert_allclose(on_device([X, Y], points, X.dtype), sums, rtol=1e-9, atol=1e-9)
 
 
 def test_large_means_cost_a_stream_no_digits():
