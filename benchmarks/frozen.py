@@ -69,14 +69,22 @@ def figure(package, name, folder):
 
 
 def example(code, folder):
-    """Return a hash of the output of a page's block in a separate process, without times."""
+    """Return a hash of the output of a page's block in a separate process, without times.
+
+    A block that needs a package that is not installed, such as PyTorch, has none.
+    """
+    script = folder / "example.py"  # a file, since workers import it
+    script.write_text(code)
     run = subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
+        [sys.executable, script],
+        check=False,
         cwd=folder,
         capture_output=True,
         env=os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)},
     )
+    if b"ModuleNotFoundError" in run.stderr:
+        return None
+    run.check_returncode()
     return digest(re.sub(rb"[\d.]+ m?s\b", b"", run.stdout))
 
 
