@@ -62,6 +62,8 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "similarity/_kernels.py:_longest",
     "ties keep their order, as is said":
         "bilinear/_forms.py:reorder figures/planted.py:_marks",
+    "noise scales, which are distinct":
+        "figures/robustness.py:_curves",
     "a generic projection, which ties equal rows alone":
         "rewrites/_canonical.py:canonical",
     "a draw":

@@ -36,6 +36,7 @@ FONTS = (
 
 _SAMPLES = 57  # Grid points along a side of a distance field: two per pixel, ends included.
 _SPACING = SIDE / (_SAMPLES - 1)
+_BLOCK = 512  # Grid points whose distances are computed at once.
 _HEIGHT = 20.0  # Height of every undistorted digit in pixels.
 _MODES = 3  # Cosine modes per axis in the elastic map, the constant one (a shift) left out.
 _BATCH = 1000  # Images drawn at once: 60 000 would need gigabytes of temporaries.
@@ -106,6 +107,8 @@ def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
     x, y = np.meshgrid(line, -line, indexing="xy")
     x = x.reshape(-1, 1)
     y = y.reshape(-1, 1)
+    distances = np.empty(_SAMPLES**2)
+    blocks = [slice(first, first + _BLOCK) for first in range(0, _SAMPLES**2, _BLOCK)]
     fields = np.empty((len(FONTS), NUM_CLASSES, _SAMPLES, _SAMPLES), np.float32)
     folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
     for i, font in enumerate(FONTS):
@@ -117,7 +120,9 @@ def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
             high = corners.max(axis=0)
             scale = _HEIGHT / (high[1] - low[1])
             centred = [(polygon - (low + high) / 2) * scale for polygon in polygons]
-            distances = _signed_distance(centred, x, y)
+            # Blocks of points keep all temporaries in a core's cache.
+            for points in blocks:
+                distances[points] = _signed_distance(centred, x[points], y[points])
             fields[i, digit] = distances.reshape(_SAMPLES, _SAMPLES)
     fields.flags.writeable = False
     return fields

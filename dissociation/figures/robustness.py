@@ -6,8 +6,8 @@ Under parameter noise all differ.
 """
 
 import dataclasses
-import itertools
 import json
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from dissociation._core.checks import fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import drawing, rows, run
+from dissociation.figures._harness import config_of, drawing, rows, run
 from dissociation.figures._members import headline
 from dissociation.figures._members import source as source
 from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces
@@ -41,6 +41,18 @@ SHOWS = "Test error of function-preserving rewrites under noise on inputs and on
 UNCLEAR = "function changed"
 """Name of the variant moved in a null space that the usual float32 cut-off makes too large."""
 
+EQUAL_CURVES = {
+    "input": ("duplicated", "scaled", "nuisance"),
+    "parameter": ("null-perturbed",),
+}
+"""Variants whose errors are those of "trained" by theory, by kind of noise.
+
+A move in the null space of the images changes no activity on them, whatever is added to weights.
+"""
+
+SAME_ERROR = 1e-4
+"""Largest difference of two error rates that only rounding explains."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config(members.Config):
@@ -48,8 +60,10 @@ class Config(members.Config):
 
     width: int = 1024
     """Units in each of the two hidden layers; of networks of images, in the last."""
-    num_scales: int = 40
-    """Noise scales on each axis."""
+    num_scales: int = 14
+    """Noise scales on each axis; half are evenly spaced, the others where curves are steep."""
+    even_scales: bool = False
+    """If True, space all noise scales evenly, and measure every variant at each of them."""
     null_scale: float = 0.1
     """Standard deviation of the noise in the null space of the data;
     for networks of images, of their last hidden layer's inputs."""
@@ -92,7 +106,9 @@ def compute(
         [variants, seeds, parameter_scales]; without noise, `clean_error` [variants, seeds]; along
         training, `test_error` [seeds, epochs]. Over all seeds, the certificate of each variant on
         the test images, see `rewrites.Certificate`. The attribute `null_space` holds dimension,
-        rank, and the singular values on both sides of the (least clear) cut.
+        rank, and the singular values on both sides of the (least clear) cut; `shared` the variants
+        by kind of noise whose errors equal those of "trained" at the evenly spaced scales, and
+        were not measured at the others.
     """
     return run(
         _computed, config, key=key, data=source(config, data), cache=cache, progress=progress
@@ -132,29 +148,55 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
             bases = jnp.broadcast_to(basis, (num_seeds, *basis.shape[-2:]))
             rewrite_inputs[name] = (rewrite_inputs[name], bases)
 
-    input_scales = jnp.logspace(-1, 1, config.num_scales)
-    parameter_scales = jnp.logspace(-4, 0, config.num_scales)
     images = jnp.asarray(data.test_images)
     labels = jnp.asarray(data.test_labels)
     noise = jax.random.normal(input_key, images.shape, images.dtype)
     noise_keys = jax.random.split(parameter_key, num_seeds)
-    measures = {
-        "certificate": eqx.Partial(members.certify_members, images, labels),
-        "input": eqx.Partial(_input_curve, images, labels, input_scales, noise),
-        "parameter": eqx.Partial(_parameter_curve, images, labels, parameter_scales),
-    }
-    jobs = {}
-    for name, kind in itertools.product(variants, measures):
-        if (name, kind) != (UNCLEAR, "parameter"):
-            job = partial(members.measure_members, variants[name], measures[kind], models)
-            jobs[f"{name}_{kind}"] = partial(job, rewrite_inputs[name], noise_keys)
-    arrays = cache.get_all(jobs, "measuring")
 
-    missing = {"error": np.full((num_seeds, config.num_scales), np.nan)}
+    make_curve = {
+        "input": lambda scales: eqx.Partial(_input_curve, images, labels, scales, noise),
+        "parameter": lambda scales: eqx.Partial(_parameter_curve, images, labels, scales),
+    }
+
+    def measured(title: str, measure: Any, names: list[str]) -> dict[str, dict[str, np.ndarray]]:
+        jobs = {}
+        for name in names:
+            job = partial(members.measure_members, variants[name], measure, models)
+            jobs[f"{name}_{title}"] = partial(job, rewrite_inputs[name], noise_keys)
+        return cache.get_all(jobs, "measuring")
+
+    def errors_at(kind: str, scales: np.ndarray, names: list[str]) -> dict[str, np.ndarray]:
+        title = f"{kind}_{scales[0]:.6g}"
+        arrays = measured(title, make_curve[kind](jnp.asarray(scales)), names)
+        return {name: arrays[f"{name}_{title}"]["error"] for name in names}
+
+    names = list(variants)
+    certificate = eqx.Partial(members.certify_members, images, labels)
+    arrays = measured("certificate", certificate, names)
+    num_even = _num_even(config)
+    input_scales, input_error, input_shared = _curves(
+        partial(errors_at, "input"),
+        names,
+        EQUAL_CURVES["input"],
+        (-1.0, 1.0),
+        config.num_scales,
+        num_even,
+    )
+    clear_names = [name for name in names if name != UNCLEAR]
+    parameter_scales, parameter_error, parameter_shared = _curves(
+        partial(errors_at, "parameter"),
+        clear_names,
+        EQUAL_CURVES["parameter"],
+        (-4.0, 0.0),
+        config.num_scales,
+        num_even,
+    )
+    parameter_error.setdefault(UNCLEAR, np.full((num_seeds, config.num_scales), np.nan))
+
     variables = {}
-    for kind in ("input", "parameter"):
-        errors = [arrays.get(f"{name}_{kind}", missing)["error"] for name in variants]
-        variables[f"{kind}_error"] = (("variants", "seeds", f"{kind}_scales"), np.stack(errors))
+    for kind, curves in (("input", input_error), ("parameter", parameter_error)):
+        stacked = np.stack([curves[name] for name in names])
+        variables[f"{kind}_error"] = (("variants", "seeds", f"{kind}_scales"), stacked)
     variables |= members.certified(arrays, variants, trained.alive)
     coords = {
         "variants": list(variants),
@@ -163,7 +205,77 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     }
     cut = {name: float(number) for name, number in null_space.items() if np.ndim(number) == 0}
     dataset = trained.dataset(data, variables, coords)
-    return dataset.assign_attrs(null_space=json.dumps(cut))
+    shared = {"input": input_shared, "parameter": parameter_shared}
+    return dataset.assign_attrs(null_space=json.dumps(cut), shared=json.dumps(shared))
+
+
+def _curves(
+    errors_at: Callable[..., Mapping[str, np.ndarray]],
+    names: list[str],
+    equal_names: Collection[str],
+    exponents: tuple[float, float],
+    num_scales: int,
+    num_even: int,
+) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
+    """Return noise scales, the errors at them by variant, [seeds, scales], and `shared`.
+
+    `shared` holds the variants that have errors of "trained" instead of measured ones.
+
+    The first scales are evenly spaced powers of ten, the others in the intervals over which errors
+    change most. If the errors of variants in `equal_names` are those of "trained" at the first
+    scales, they get the errors of "trained" at the others.
+    """
+    even = np.linspace(*exponents, num_even)
+    errors = dict(errors_at(_powers(even), names))
+    if num_even == num_scales:
+        return _powers(even), errors, []
+
+    shared = []
+    for name in equal_names:
+        difference = np.abs(errors[name] - errors["trained"])
+        if not np.any(difference > SAME_ERROR):
+            shared.append(name)
+    steep = _between(even, list(errors.values()), num_scales - num_even)
+    steep_errors = dict(errors_at(_powers(steep), [name for name in names if name not in shared]))
+    for name in shared:
+        steep_errors[name] = steep_errors["trained"]
+
+    exponents_of_all = np.concatenate([even, steep])
+    order = np.argsort(exponents_of_all)
+    for name in names:
+        errors[name] = np.concatenate([errors[name], steep_errors[name]], axis=1)[:, order]
+    return _powers(exponents_of_all[order]), errors, shared
+
+
+def _num_even(config: Any) -> int:
+    """Return the number of evenly spaced noise scales."""
+    if config.even_scales:
+        return config.num_scales
+    return max(2, config.num_scales - config.num_scales // 2)
+
+
+def _powers(exponents: np.ndarray) -> np.ndarray:
+    """Return powers of ten in the precision of arrays."""
+    return np.power(10.0, exponents).astype(jnp.result_type(float))
+
+
+def _between(points: np.ndarray, curves: list[np.ndarray], num_more: int) -> np.ndarray:
+    """Return points in the intervals of `points` over which the mean of a curve changes most.
+
+    Points of one interval divide it evenly.
+    """
+    changes = np.zeros(len(points) - 1)
+    for errors in curves:
+        finite = np.nan_to_num(errors, nan=1.0)
+        changes = np.maximum(changes, np.abs(np.diff(finite.mean(axis=0))))
+    num_in_interval = np.zeros(len(changes), int)
+    for _ in range(num_more):
+        steepest = np.argmax(changes / (num_in_interval + 1))
+        num_in_interval[steepest] += 1
+    new_points = []
+    for start, stop, num_points in zip(points, points[1:], num_in_interval, strict=False):
+        new_points.append(np.linspace(start, stop, num_points + 2)[1:-1])
+    return np.concatenate(new_points)
 
 
 @drawing
@@ -208,6 +320,7 @@ def _noises(dataset: xarray.Dataset) -> list[tuple[str, np.ndarray, dict[str, np
 def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     clauses = []
+    sentences = []
     all_errors = []
     for kind, scales, errors in _noises(dataset):
         all_errors += errors.values()
@@ -220,12 +333,21 @@ def caption(dataset: xarray.Dataset) -> str:
                 difference += f" (at {scales[peak]:.2g})"
             differences.append(difference)
         clauses.append(f"under {kind} noise, {', '.join(differences)}")
+        shared = json.loads(dataset.shared)[kind]
+        if shared:
+            num_measured = _num_even(config_of(dataset))
+            sentences.append(
+                f"Under {kind} noise the errors of {' and '.join(shared)} are those of trained at "
+                f"{num_measured} scales; the other {len(scales) - num_measured} were measured for "
+                "trained alone. "
+            )
     return (
         "Test error of trained networks, and of rewrites that keep the function, under noise on "
         "inputs (a) and on "
         "parameters (b), and the error that a rewrite adds to the same seed's trained network "
         "(c, d). "
-        f"{plotting.drawn_as(*all_errors)} The largest mean differences: {'; '.join(clauses)}. "
+        f"{''.join(sentences)}{plotting.drawn_as(*all_errors)} "
+        f"The largest mean differences: {'; '.join(clauses)}. "
         f"Data: {headline(dataset)}."
     )
 

@@ -1,5 +1,6 @@
 """Both figures in small: what the theory says of the curves, the files, and resuming."""
 
+import dataclasses
 import json
 
 import equinox as eqx
@@ -45,12 +46,40 @@ def test_rewrites_of_neurons_leave_the_input_noise_curve_where_it_was(noise):
     )
     for name in ("duplicated", "scaled", "nuisance"):
         np.testing.assert_allclose(errors[name], errors["trained"], atol=1 / 150)
+    assert "are those of trained at 3 scales" in robustness.caption(results)
+    whole = dataclasses.replace(noise[1], even_scales=True)
+    assert robustness._num_even(whole) == 6
     # A negative control: the function is kept on the data, and changed elsewhere.
     assert (errors["null-perturbed"] - errors["trained"]).max() > 0.05
     assert (
         parameters["scaled"] - parameters["trained"]
     ).max() > 0.1  # noise on parameters distinguishes them
     assert set(errors) - set(parameters) == {robustness.UNCLEAR}
+
+
+@pytest.mark.parametrize("difference", [0.0, 0.002])
+def test_curves_that_are_equal_at_even_scales_are_measured_once(difference):
+    calls = []
+
+    def errors_at(scales, names):
+        calls.append((scales, names))
+        trained = np.tile(1 / (1 + scales**-4.0), (2, 1))
+        errors = {"trained": trained, "other": trained / 2, "equal": trained.copy()}
+        errors["equal"][1, -1] += difference
+        return {name: errors[name] for name in names}
+
+    names = ["trained", "other", "equal"]
+    scales, errors, shared = robustness._curves(errors_at, names, ("equal",), (-2.0, 2.0), 11, 6)
+    (even, first), (steep, second) = calls
+    assert first == names
+    assert (second, shared) == ((names, []) if difference else (names[:2], ["equal"]))
+    np.testing.assert_allclose(even, np.logspace(-2, 2, 6), rtol=1e-6)
+    # The two intervals beside 1 have nearly all of the rise.
+    assert ((steep > even[2] / 6.4) & (steep < even[3] * 6.4)).all()
+    np.testing.assert_array_equal(scales, np.sort(np.concatenate([even, steep])))
+    np.testing.assert_allclose(errors["other"][0], errors["trained"][0] / 2)
+    np.testing.assert_allclose(errors["trained"][0], 1 / (1 + scales**-4.0), rtol=1e-6)
+    assert (errors["equal"] == errors["trained"]).all() != bool(difference)
 
 
 @pytest.mark.slow
