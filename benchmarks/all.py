@@ -4,8 +4,9 @@
 
 Every script runs in a separate process and alternates with its peers. Times are medians. The ratio
 is the peer's time over ours, round by round, with quartiles; rows below 1 are marked. A JSON file
-of the same name holds the numbers. With `--only`, those of other scripts are kept if machine,
-versions and sizes are the same. `--quick` takes fewer rounds, and smaller sizes if a round is long.
+of the same name holds the numbers of this machine and of the one measured before it, each with a
+column. With `--only`, those of other scripts are kept if machine, versions and sizes are the same.
+`--quick` takes fewer rounds, and smaller sizes if a round is long.
 """
 
 import argparse
@@ -103,41 +104,85 @@ def seconds(value):
     return ""
 
 
-def table(rows):
-    """Return rows of Markdown, one per peer."""
-    lines = [
-        "| work | ours | first call | peer | peer's time | ratio (quartiles) | note |",
-        f"|{' --- |' * 7}",
-    ]
-    for row in rows:
+def table(measured):
+    """Return rows of Markdown, one per peer, with a column of ratios per machine.
+
+    Args:
+        measured: Machines with their rows, the one of the last run first, which gives the seconds.
+    """
+    count = len(measured)
+    titles = [f"ratio, {letter}" for letter in "AB"[:count]] if count > 1 else ["ratio"]
+    header = ["work", "ours", "first call", "peer", "peer's time", *titles, "note"]
+    lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
+    for row in union(measured):
         first = "" if row["first"] is None else seconds(row["first"])
-        for peer, found in row["peers"].items():
-            low, middle, high = found["ratio"]
-            note = "; ".join(filter(None, (row["note"], row.get("machine"))))
-            mark = f"**below 1**{': ' if note else ''}{note}" if middle < 1 else note
-            cells = row["work"], seconds(row["ours"]), first, peer, seconds(found["seconds"])
-            lines.append(
-                f"| {' | '.join(cells)} | {middle:.2f} ({low:.2f} to {high:.2f}) | {mark} |"
-            )
+        for peer, times in row["peers"].items():
+            ratios = [ratio_of(machine["rows"], row["work"], peer) for machine in measured]
+            is_lost = any(ratio is not None and ratio[1] < 1 for ratio in ratios)
+            mark = "; ".join(filter(None, ("**below 1**" if is_lost else "", row["note"])))
+            cells = [row["work"], seconds(row["ours"]), first, peer, seconds(times["seconds"])]
+            for ratio in ratios:
+                text = "" if ratio is None else "{1:.2f} ({0:.2f} to {2:.2f})".format(*ratio)
+                cells.append(text)
+            lines.append(f"| {' | '.join([*cells, mark])} |")
     return "\n".join(lines)
 
 
-def page(about, rows, command):
+def union(measured):
+    """Return the rows of all machines, those of the last run first, in the order of scripts."""
+    rows, works = [], set()
+    for machine in measured:
+        rows += [row for row in machine["rows"] if row["work"] not in works]
+        works = {row["work"] for row in rows}
+    order = [f"{name}.py" for name in RUNS]
+    return sorted(rows, key=lambda row: order.index(row["script"]))
+
+
+def ratio_of(rows, work, peer):
+    """Return the quartiles of a peer's ratio, or None if it was not measured."""
+    for row in rows:
+        # Names of peers may end in results of a run, in brackets.
+        for name, times in row["peers"].items():
+            if row["work"] == work and name.partition(" (")[0] == peer.partition(" (")[0]:
+                return times["ratio"]
+    return None
+
+
+def page(measured, command):
     """Return the whole page."""
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    below = sum(found["ratio"][1] < 1 for row in rows for found in row["peers"].values())
+    lines = []
+    for letter, machine in zip("AB", measured, strict=False):
+        about = machine["about"]
+        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        title = f"Machine {letter}" if len(measured) > 1 else "Machine"
+        load = "" if about["load"] is None else f", load {about['load']:.1f} at the start"
+        lines.append(
+            f"{title}, {about['day']}: {about['cpu']}, {about['cores']} cores{load}; {versions}."
+        )
+    lost = 0
+    for row in union(measured):
+        for peer in row["peers"]:
+            ratios = [ratio_of(machine["rows"], row["work"], peer) for machine in measured]
+            lost += any(ratio is not None and ratio[1] < 1 for ratio in ratios)
+    machines = "\n\n".join(lines)
     return f"""# Benchmarks
 
-Written by `{command}` on {about["day"]}: {about["cpu"]}, {about["cores"]} cores, load {about["load"]:.1f} at the start;
-{versions}.
+Written by `{command}`.
+
+{machines}
 
 The ratio is the peer's time divided by ours in the same round: its median over the rounds, with quartiles. Both run
-alternately. Our times are warm calls. The first call, which compiles, has its own column. PyTorch runs with the number
-of threads that suits it. For several seeds a second row has PyTorch in one process per core, with one thread each.
-`--only` renews the rows of one script. A row of another machine names it in its note. Rows below 1: {below}.
+alternately. Our times are warm calls, and the peer's times are those of the last machine measured. The first call, which
+compiles, has its own column. PyTorch runs with the number of threads that suits it. For several seeds a second row has PyTorch
+in one process per core, with one thread each. `--only` renews the rows of one script. Rows below 1 on a machine: {lost}.
 
-{table(rows)}
+{table(measured)}
 """
+
+
+def place(about):
+    """Return what tells machines apart."""
+    return about["cpu"], about["cores"]
 
 
 def main():
@@ -151,30 +196,23 @@ def main():
     about, rows, failed = machine(), [], []
     numbers = options.out.with_suffix(".json")
     scripts = {f"{SCRIPTS.get(name, name)}.py" for name in options.only}
-    kept = json.loads(numbers.read_text()) if numbers.exists() else {"machine": {}, "rows": []}
-    same = all(kept["machine"].get(name) == about[name] for name in ("cpu", "cores", "versions"))
-    if kept.get("quick", False) == options.quick and (same or options.only != list(RUNS)):
-        rows = [row for row in kept["rows"] if row["script"] not in scripts]
-    elsewhere = (
-        {}
-        if same or not rows
-        else {"machine": f"on {about['cpu']}, {about['cores']} cores, {about['day']}"}
-    )
+    measured = json.loads(numbers.read_text()) if numbers.exists() else []
+    others = [entry for entry in measured if place(entry["about"]) != place(about)]
+    for entry in measured:
+        is_same = entry["about"]["versions"] == about["versions"] and entry not in others
+        if is_same and entry["quick"] == options.quick:
+            rows = [row for row in entry["rows"] if row["script"] not in scripts]
     for name in options.only:
         arguments = RUNS[name][options.quick]
         if arguments is None:
             continue
         found, status = run(name, arguments)
-        rows += [row | elsewhere for row in found]
+        rows += found
         failed += [name] if status else []
-    order = [f"{name}.py" for name in RUNS]
-    rows.sort(key=lambda row: order.index(row["script"]))
-    about = kept["machine"] if elsewhere else about
+    measured = [{"about": about, "quick": options.quick, "rows": rows}, *others][:2]
     command = f"python benchmarks/all.py{' --quick' if options.quick else ''}"
-    options.out.write_text(page(about, rows, command))
-    numbers.write_text(
-        json.dumps({"machine": about, "quick": options.quick, "rows": rows}, indent=1) + "\n"
-    )
+    options.out.write_text(page(measured, command))
+    numbers.write_text(json.dumps(measured, indent=1) + "\n")
     print(f"wrote {options.out} and {numbers}")
     if failed:
         print(f"failed: {', '.join(failed)}; their rows are missing or incomplete")
