@@ -15,7 +15,7 @@ import numpy as np
 from dissociation._core import checks
 from dissociation._core.datasets import as_json, check_sizes
 from dissociation._core.files import RefusedFile, locked, reading, replacing, write_bytes
-from dissociation.training import _checkpoint as checkpoint
+from dissociation.training import _checkpoint_file as checkpoint
 from dissociation.training._progress import MeterFactory, open_meter
 
 Arrays = dict[str, np.ndarray]

@@ -12,8 +12,8 @@ from dissociation.rewrites._flow import FEW, Flow, Part, Results, Rule, Step, Va
 from dissociation.rewrites._folding import folded, is_foldable
 from dissociation.rewrites._indexing import MOVES, on_indices
 from dissociation.rewrites._indexing import RULES as INDEXING
-from dissociation.rewrites._rules import COMPARISONS
-from dissociation.rewrites._rules import RULES as OTHERS
+from dissociation.rewrites._operation_rules import COMPARISONS
+from dissociation.rewrites._operation_rules import RULES as OTHERS
 
 LEVELS = (
     *COMPARISONS, "max", "min", "clamp", "select_n", "floor", "ceil", "round", "and", "or", "not",

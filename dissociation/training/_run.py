@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from dissociation._core import checks
 from dissociation._core.conversion import describe, to_device
-from dissociation.training import _checkpoint as checkpoints
+from dissociation.training import _checkpoint_file as checkpoints
 from dissociation.training import _interrupts as interrupts
 from dissociation.training._chunk import (
     MAX_CHUNK,

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from dissociation._core._compat import jex
 from dissociation._core.conversion import to_device
-from dissociation.training import _checkpoint as checkpoints
+from dissociation.training import _checkpoint_file as checkpoints
 
 IRRELEVANT = {
     # Names, and rules of derivatives, because nothing differentiates a traced program.

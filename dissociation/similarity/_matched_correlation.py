@@ -1,4 +1,4 @@
-"""Correlations of matched neurons of two representations."""
+"""Measures of similarity: mean correlation of matched neurons of two representations."""
 
 import math
 from collections.abc import Callable
