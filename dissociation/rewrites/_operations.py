@@ -100,7 +100,11 @@ def _joined(equation: Any, stretches: dict[Any, Stretch]) -> Stretch | None:
 
 
 def _stretches(equation: Any) -> list[Stretch]:
-    """Return the slices that an operation takes along one axis."""
+    """Return the `Stretch` of each result of a slice or a split.
+
+    The list is empty for other operations, for slices of a constant, and for slices that cut
+    several axes or none.
+    """
     name = equation.primitive.name
     if name not in ("slice", "split") or isinstance(equation.invars[0], jex.Literal):
         return []
