@@ -132,6 +132,7 @@ TESTED_BY["dissociation._core.columns"] = ["koopman/test_frames.py", "koopman/te
 TESTED_BY["dissociation.training._interrupts"] = ["dissociation/test_interrupts.py"]
 TESTED_BY["dissociation._core.lazy"] = ["test_packaging.py"]
 TESTED_BY["koopman._operators._numerics"] = ["koopman/test_operators.py"]
+TESTED_BY["koopman._operators._operator"] = ["koopman/test_operators.py"]
 TESTED_BY["koopman._operators._rotations"] = ["koopman/test_dynamical_similarity.py"]
 TESTED_BY["dissociation.rewrites._comparison"] = [
     "dissociation/test_growth.py",
