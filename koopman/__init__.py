@@ -50,12 +50,12 @@ if TYPE_CHECKING:
         Laplacian,
         Linear,
         Matern,
-        Operator,
         Polynomial,
         choose_centres,
         median_distance,
         nystroem_map,
     )
+    from koopman._operators._operator import Operator
     from koopman._operators._pairs import (
         Moments,
         delay_embed,

@@ -50,7 +50,7 @@ LONGEST = """
     dissociation/test_canonical dissociation/test_similarity_pairs tests/test_docs tests/test_keys
     dissociation/test_similarity koopman/test_operators dissociation/test_nearest_information dissociation/test_linear
     tests/test_protocol dissociation/test_executor koopman/test_derivatives koopman/test_learn koopman/test_figures
-    dissociation/test_collapse_figure dissociation/test_matching dissociation/test_growth koopman/test_nystroem
+    dissociation/test_collapse_figure dissociation/test_network_matching dissociation/test_growth koopman/test_nystroem
     koopman/test_losses dissociation/test_planting dissociation/test_training tests/test_docs_recipes
 """
 """Modules of tests, with their folder, in the order of their measured CPU seconds with all marks."""

@@ -60,6 +60,22 @@ def test_every_page_but_those_of_the_api_is_linked():
     ] == []
 
 
+def test_files_to_change_hold_what_the_page_says():
+    """The lines read: a task, then files, each with the names in it."""
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    section = page.split("## Where to change what")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+ \| (`.+) \|$", section, re.MULTILINE)
+    assert len(rows) >= 15
+    for row in rows:
+        for entry in row.split("; "):
+            path, *names = re.findall(r"`([^`]+)`", entry)
+            text = (ROOT / path).read_text()
+            assert names, path
+            for name in names:
+                definition = rf"^ *(?:def |class )?{re.escape(name)} *[(:=]"
+                assert re.search(definition, text, re.MULTILINE), f"{path} lacks {name}"
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 900
 

@@ -1,6 +1,6 @@
 """Ranks, ties, `==` and folds by position: every use on arrays is listed, so that a new one is thought about.
 
-Computed floats are made equal by `dissociation._core.ties` first; rows are dealt out by
+Computed floats are made equal by `dissociation._core.rounding_ties` first; rows are dealt out by
 `dissociation._core.splits`.
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ORDERS = {"unique", "argsort", "searchsorted", "lexsort", "top_k", "rankdata"}
-HELPERS = ("dissociation/_core/ties.py", "dissociation/_core/splits.py")
+HELPERS = ("dissociation/_core/rounding_ties.py", "dissociation/_core/splits.py")
 WHOLE = {  # modules in which all of them are of integers or of rows, in dissociation
     "places, owners, orders and labels of neurons":
         "rewrites/_axes.py rewrites/_comparison.py rewrites/_copies.py rewrites/_flow.py "
@@ -25,7 +25,7 @@ WHOLE = {  # modules in which all of them are of integers or of rows, in dissoci
 ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "snapped or rounded before":
         "similarity/_dissimilarity.py:_kendall koopman/_operators/_spectrum.py:eigenpairs "
-        "koopman/datasets/_exact.py:conjugate_order "
+        "koopman/datasets/_spectrum_type.py:conjugate_order "
         "similarity/_dissimilarity.py:memberships similarity/_inference.py:interval",
     "given as they are":
         "_core/linalg.py:centre koopman/_operators/_forecast.py:_r2_score "
@@ -40,7 +40,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "measures/_probes.py:transfer_errors recipes/_grokking.py:observation_steps "
         "training/_records.py:record_steps training/_records.py:log_spaced_steps "
         "rewrites/_bounds.py:_single "
-        "rewrites/_matching.py:_moves training/_grids.py:_run "
+        "rewrites/_network_matching.py:_moves training/_grids.py:_run "
         "koopman/_operators/_pairs.py:_merged linear/_families.py:_walk",
     "lengths of rows of zeros, which are exactly 0":
         "_core/distances.py:cosine_distances_with_size",
@@ -69,7 +69,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "a draw":
         "koopman/_operators/_kernels.py:_by_leverage",
     "bytes":
-        "similarity/_orders.py:kinds_of training/_checkpoint.py:_read_meta",
+        "similarity/_orders.py:kinds_of training/_checkpoint_file.py:_read_meta",
 }  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def test_what_decides_by_equality_order_or_place_is_listed():
     listed = set(" ".join(ALLOWED.values()).split())
     new = {place: what for place, what in found.items() if place not in listed}
     assert not new, (
-        "snap computed floats first (`dissociation._core.ties`), draw folds "
+        "snap computed floats first (`dissociation._core.rounding_ties`), draw folds "
         f"(`dissociation._core.splits`): {new}"
     )
     assert not listed - found.keys(), f"no longer there: {listed - found.keys()}"

@@ -40,7 +40,7 @@ NO_ROW = {
     "callers check",
     "dissociation.rewrites._freedom.approached": "of an interval that `cka_range` has found",
     "dissociation.rewrites._sizes.refitted": "is registered on: test_growth.py",
-    "dissociation.rewrites._barriers.renormalised": "takes a state: test_matching.py",
+    "dissociation.rewrites._barriers.renormalised": "takes a state: test_network_matching.py",
     "dissociation.recipes._grokking.initial_models": "a part of `train_grokking`",
     "dissociation.recipes._grokking.squared_error": "a loss that `fit` calls",
     "dissociation.similarity._measures.custom_measure": "takes a function: "

@@ -11,7 +11,7 @@ import numpy as np
 
 from dissociation._core.checks import check_classes, check_finite, fail, fail_kind, is_traced, warn
 
-LOST_DIGITS = 1e3
+LARGEST_MEAN_RATIO = 1e3
 """Largest mean of a column, in standard deviations, without a warning of lost digits."""
 
 
@@ -35,7 +35,15 @@ def number_kind(dtype: Any) -> str:
 def as_array(
     name: str, value: Any, words: str = "numbers", *, bare: bool = False, may_be_empty: bool = False
 ) -> jax.Array | np.ndarray:
-    """Return arrays of JAX and NumPy unchanged, other values converted through NumPy or DLPack."""
+    """Return arrays of JAX and NumPy unchanged, other values converted through NumPy or DLPack.
+
+    Args:
+        name: Name of the argument, for errors.
+        value: Argument.
+        words: Words for valid entries, for errors: "`name` must be an array of {words}".
+        bare: If True, `words` describe the whole array: "`name` must be {words}".
+        may_be_empty: If True, an array without entries is valid.
+    """
     requirement = f"be {words}"
     if not bare:
         requirement = f"be an array of {words}"
@@ -158,7 +166,11 @@ def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
 
 
 def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
-    """Warn if JAX's floats lose digits in which numbers of a column differ, or round integers."""
+    """Warn if JAX's floats lose digits in which numbers of a column differ, or round integers.
+
+    There is no warning if more than `gates` calls of `validated` functions lie between the user's
+    line and this one, because an outer one has already warned of its argument.
+    """
     kind = number_kind(array.dtype)
     working = jax.dtypes.canonicalize_dtype(float)
     exact_size = {"int": working.itemsize // 2, "float": working.itemsize}.get(kind, np.inf)
@@ -190,7 +202,7 @@ def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
         # float64.
         limit = 0.01
         if len(rows) > 3:
-            limit = LOST_DIGITS * 2.0**-25
+            limit = LARGEST_MEAN_RATIO * 2.0**-25
         is_varying = deviation > 64 * np.finfo(np.float64).eps * mean
         is_lost = (lost_fraction > limit) & is_varying
     if not is_lost.any():

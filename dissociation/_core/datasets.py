@@ -44,7 +44,7 @@ def make_dataset(
     """
     import xarray
 
-    host = {name: _on_host(name, value) for name, value in {**arrays, **coords}.items()}
+    host = {name: _storable(name, value) for name, value in {**arrays, **coords}.items()}
     axes = {}
     sizes = set()
     for name, array in host.items():
@@ -98,7 +98,8 @@ def _distinct(axes: tuple[str, ...], shape: tuple[int, ...], several: set[str]) 
         yield f"{prefix}{axis}{suffix}"
 
 
-def _on_host(name: str, value: Any) -> np.ndarray:
+def _storable(name: str, value: Any) -> np.ndarray:
+    """Return a result as an array that files can hold: numbers, booleans or text, or raise."""
     check_known("", advice="Label results outside of transformations", **{name: value})
     array = np.asarray(value)
     if array.dtype == object and all(isinstance(element, str) for element in array.flat):

@@ -20,7 +20,7 @@ def squared_distances_with_size(
 ) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
     """Return `squared_distances` and the magnitudes whose rounding they carry.
 
-    The magnitudes are for the argument `size` of `ties.snapped`.
+    The magnitudes are for the argument `size` of `rounding_ties.snapped`.
     """
     lengths = root(jnp.sum(x**2, 1))
     # About the row nearest to the mean: an offset cancels, and integers stay integers, so equal

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,18 @@ from dissociation._core.columns import (
 )
 
 _ROWS = "frame.reset_index(drop=True) counts rows as steps"
+
+
+class _TimeStep(NamedTuple):
+    """Time step of a run, in seconds if the times are dates."""
+
+    kind: str  # "dates" or "numbers"
+    mean: float
+    spread: float  # largest less smallest step
+
+
+_Runs = tuple[list[np.ndarray], list[_TimeStep]]
+"""States of each run, and the time steps of the runs that have times, two or more."""
 
 
 def as_trajectories(name: str, value: Any, reading: Reading, *, is_single: bool) -> Any:
@@ -47,10 +59,13 @@ def as_trajectories(name: str, value: Any, reading: Reading, *, is_single: bool)
         label = f"{name}[{i}]" if is_list else name
         if not is_table(table):
             runs.append(table)
-        elif hasattr(table, "dims"):
-            runs += _runs_of_dimensions(label, table, reading, is_list, time_steps)
+            continue
+        if hasattr(table, "dims"):
+            table_runs, table_steps = _runs_of_dimensions(label, table, reading, is_list)
         else:
-            runs += _runs_of_rows(label, table, reading, time_steps)
+            table_runs, table_steps = _runs_of_rows(label, table, reading)
+        runs += table_runs
+        time_steps += table_steps
     _check_one_step(name, time_steps)
     if is_list:
         return runs
@@ -85,7 +100,7 @@ def _checked_names(reading: Reading) -> Reading:
     return reading
 
 
-def _check_one_step(name: str, time_steps: list[Any]) -> None:
+def _check_one_step(name: str, time_steps: list[_TimeStep]) -> None:
     """Raise unless all runs have one time step."""
     for kind, step, spread in time_steps:
         first_kind, first_step, first_spread = time_steps[0]
@@ -121,10 +136,8 @@ def _states(table: Any, reading: Reading) -> tuple[Any, ...]:
     return tuple(label for label in getattr(table, "columns", ()) if label not in named)
 
 
-def _runs_of_rows(
-    name: str, table: Any, reading: Reading, time_steps: list[Any]
-) -> list[np.ndarray]:
-    """Return the states of each run of a frame, [time, states]."""
+def _runs_of_rows(name: str, table: Any, reading: Reading) -> _Runs:
+    """Return the states of each run of a frame, [time, states], and its time steps."""
     is_series = not hasattr(table, "columns")
     if is_series:
         table = table.to_frame()
@@ -140,6 +153,7 @@ def _runs_of_rows(
     values = _numbers(name, table, reading, run_of_row if runs else None)
 
     states = []
+    time_steps = []
     for run in np.argsort(first):
         rows = np.flatnonzero(run_of_row == run)
         if time is not None:
@@ -147,15 +161,14 @@ def _runs_of_rows(
             if reading.time is not None:
                 order = np.asarray(time[rows].argsort(kind="stable"))
                 rows = rows[order]
-            _check_steps(
+            time_steps += _time_step(
                 f"{name}{label}",
                 time[rows],
-                time_steps,
                 lambda: advice_on_restarts(table, reading),
                 reading.time,
             )
         states.append(values[rows, 0] if is_series else values[rows])
-    return states
+    return states, time_steps
 
 
 def _runs_and_time(name: str, table: Any, reading: Reading) -> tuple[list[Any], Any]:
@@ -247,14 +260,12 @@ def _check_coordinates(name: str, array: Any, time: Any) -> None:
         fail(name, f"be one trajectory along {time!r}", f"what may be runs in {labels}", advice)
 
 
-def _runs_of_dimensions(
-    name: str, array: Any, reading: Reading, is_listed: bool, time_steps: list[Any]
-) -> list[np.ndarray]:
-    """Return the states of each run of an array of xarray, [time, ...]."""
+def _runs_of_dimensions(name: str, array: Any, reading: Reading, is_listed: bool) -> _Runs:
+    """Return the states of each run of an array of xarray, [time, ...], and their time step."""
     time = "time" if reading.time is None else reading.time
     frame = _with_coordinates(array, reading)
     if frame is not None:
-        return _runs_of_rows(name, frame, reading, time_steps)
+        return _runs_of_rows(name, frame, reading)
     for dim in (time, *reading.runs):
         if dim not in array.dims:
             advice = f"Pass time=, one of {array.dims}" if reading.takes_names else "Rename it"
@@ -271,14 +282,15 @@ def _runs_of_dimensions(
         fail(name, requirement, f"dimensions {array.dims}", advice)
     _check_coordinates(name, array, time)
 
+    time_steps = []
     if time in array.indexes:
         if reading.time is not None:
             array = array.sortby(time)
         without = f"array.drop_vars({time!r})"
         restart = "array.sortby(...) puts rows in order"
-        _check_steps(name, array.indexes[time], time_steps, lambda: restart, time, without)
+        time_steps = _time_step(name, array.indexes[time], lambda: restart, time, without)
     ordered = array.transpose(*reading.runs, time, ...).to_numpy()
-    return list(ordered.reshape(-1, *ordered.shape[num_runs:]))
+    return list(ordered.reshape(-1, *ordered.shape[num_runs:])), time_steps
 
 
 def _numbers(name: str, table: Any, reading: Reading, run: np.ndarray | None) -> np.ndarray:
@@ -366,18 +378,24 @@ def check_columns(
         )
 
 
-def _check_steps(
+def _time_step(
     name: str,
     index: Any,
-    time_steps: list[Any],
     restarts: Callable[[], str],
     column: Any = None,
     without: str = "frame.reset_index(drop=True)",
-) -> None:
-    """Raise unless times increase in even steps, and append kind, mean and spread of the steps.
+) -> list[_TimeStep]:
+    """Return the time step of a run in a list, which is empty for less than two times.
 
-    `restarts` returns advice for times that do not increase; `column` is the name of the times, if
-    the call gives it, and `without` the table without times.
+    Raise unless the times are numbers or dates that increase in even steps. Steps of the calendar,
+    such as months, are even.
+
+    Args:
+        name: Name of the table, for errors.
+        index: Times of the run's rows, an index of pandas.
+        restarts: Function that returns advice for times that do not increase.
+        column: Name of the times, if the user's call gives it.
+        without: Code of the table without times, for advice.
     """
     if hasattr(index, "to_timestamp") and hasattr(index, "start_time"):
         index = index.to_timestamp()
@@ -392,7 +410,7 @@ def _check_steps(
             advice = f"{as_runs}. {advice}"
         fail_kind(name, "have an index of numbers or dates", f"one of {index.dtype}", advice)
     if len(times) < 2:
-        return
+        return []
 
     steps = np.diff(times.astype(float) if times.dtype.kind == "u" else times)
     if not (steps > 0).all():
@@ -426,7 +444,7 @@ def _check_steps(
     if hasattr(index, "asi8"):
         kind = "dates"
         unit = (index[-1] - index[0]).total_seconds() / float(times[-1] - times[0])
-    time_steps.append((kind, steps.mean() * unit, np.ptp(steps) * unit))
+    return [_TimeStep(kind, steps.mean() * unit, np.ptp(steps) * unit)]
 
 
 def check_same_rows(arguments: dict[str, Any]) -> None:

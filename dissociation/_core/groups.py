@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from dissociation._core.checks import fail, fail_kind, is_traced, warn
-from dissociation._core.ties import ROUNDINGS
+from dissociation._core.rounding_ties import ROUNDINGS
 
 NEAR = ROUNDINGS * float(np.finfo(np.float32).eps)
 """Difference of entries up to which rows repeat each other.

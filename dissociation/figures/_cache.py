@@ -15,7 +15,7 @@ import numpy as np
 from dissociation._core import checks
 from dissociation._core.datasets import as_json, check_sizes
 from dissociation._core.files import RefusedFile, locked, reading, replacing, write_bytes
-from dissociation.training import _checkpoint as checkpoint
+from dissociation.training import _checkpoint_file as checkpoint
 from dissociation.training._progress import MeterFactory, open_meter
 
 Arrays = dict[str, np.ndarray]
@@ -57,9 +57,10 @@ def _checksum(path: Path, arrays: Arrays, digest: str) -> str:
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return the names of the entries in which two identities differ.
+    """Return the names of the entries in which two identities, or two configurations, differ.
 
-    If their configurations differ, return the names of the settings instead of "config".
+    An entry that one of them lacks counts as None. Of two configurations inside of identities the
+    names of the settings that differ replace the name "config".
     """
     names = []
     for name in sorted(wanted.keys() | stored.keys()):

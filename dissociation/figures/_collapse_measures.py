@@ -291,33 +291,39 @@ def crossings(config: Any, series: Arrays, time_step: np.ndarray) -> tuple[dict[
 
 def assemble(
     config: Any,
-    data: dict[str, Any],
+    data_facts: dict[str, Any],
     steps: np.ndarray,
-    flat: Arrays,
+    member_series: Arrays,
     margins: Arrays,
     diverged_at: np.ndarray | None,
 ) -> xarray.Dataset:
-    """Return the dataset of flat series, [members, time].
+    """Return the dataset of a sweep: series, crossings and margins along weight decays and seeds.
 
-    `diverged_at` is None for a running sweep.
+    Args:
+        config: `collapse.Config`, whose grid has decays * seeds members.
+        data_facts: Name and sizes of the data, for the caption.
+        steps: Steps of the observations, [time].
+        member_series: Observed numbers by name, [members, time].
+        margins: Result of `margins_of`; empty for a running sweep.
+        diverged_at: Step of divergence, or -1, [members]; None for a running sweep.
     """
     networks = ("weight_decays", "seeds")
     grid = (len(config.weight_decays), len(config.seeds))
     steps = np.asarray(steps)
     # Accuracy by argmax of NaN is that of the first class, so it looks plausible.
-    is_finite = np.isfinite(flat["train_loss"])
+    is_finite = np.isfinite(member_series["train_loss"])
     if diverged_at is None:  # the first observation that is not finite
         first_undefined = steps[np.argmin(is_finite, -1)]
         diverged_at = np.where(is_finite.all(-1), -1, first_undefined)
-    series = {}
-    for name, values in flat.items():
+    series = {}  # [weight_decays, seeds, time]
+    for name, values in member_series.items():
         series[name] = np.where(is_finite, values, np.nan).reshape(*grid, -1)
 
-    crossed, slope = crossings(config, series, steps)
+    crossing_variables, slope_sentence = crossings(config, series, steps)
     is_measured = np.isin(steps, config.information_steps())
     variables: dict[str, Any] = {
         "diverged_at": (networks, np.asarray(diverged_at).reshape(grid)),
-        **crossed,
+        **crossing_variables,
     }
     for name, values in series.items():
         axis = "time_step"
@@ -352,4 +358,5 @@ def assemble(
             variables[kind] = (dims, values.reshape(shape))
         boundary = np.where(diverged_at < 0, margins["plane_boundary"], np.nan)
         variables["plane_boundary"] = (networks, boundary.reshape(grid))
-    return xarray.Dataset(variables, coords, {"data": json.dumps(data), "slope": slope})
+    facts = {"data": json.dumps(data_facts), "slope": slope_sentence}
+    return xarray.Dataset(variables, coords, facts)

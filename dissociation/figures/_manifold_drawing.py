@@ -118,10 +118,16 @@ def _show(
 
 
 def _tree(panel: Axes, parents: np.ndarray) -> None:
-    """Draw a complete binary tree, its nodes in the middle of their leaves."""
+    """Draw a complete binary tree with one leaf per unit of length, the root at the top.
+
+    `parents` has the parent of each node, [nodes]. Nodes are numbered level by level from the root,
+    and each is drawn in the middle of its leaves.
+    """
     nodes = np.arange(len(parents))
     level = np.floor(np.log2(nodes + 1))
-    position = (nodes + 1.5 - 2**level) * 2 ** (level[-1] - level) - 0.5
+    index_in_level = nodes + 1 - 2**level
+    num_leaves = 2 ** (level[-1] - level)  # below each node
+    position = (index_in_level + 0.5) * num_leaves - 0.5
     for node in nodes[1:]:
         ends = [node, parents[node]]
         panel.plot(position[ends], -level[ends], color="0.5", linewidth=0.6, zorder=1)

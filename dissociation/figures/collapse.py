@@ -58,7 +58,7 @@ from dissociation.figures._seeds import stand_ins
 from dissociation.measures._coordinates import whiten
 from dissociation.recipes._compression import encode, train_compression
 from dissociation.recipes._grokking import initial_models, train_grokking
-from dissociation.training import _checkpoint as checkpoints
+from dissociation.training import _checkpoint_file as checkpoints
 from dissociation.training._members import take
 from dissociation.training._progress import Progress
 

@@ -104,8 +104,8 @@ def gradient_flow(
     if (steps < 0).any():
         fail("times", "increase from 0 on", times)
     # In NumPy, because each operation on known arrays would compile a program.
-    map_values = _on_host(task.map_values)
-    input_values = _on_host(task.input_values)
+    map_values = _numpy_unless_traced(task.map_values)
+    input_values = _numpy_unless_traced(task.input_values)
     is_white = _is_white(task, input_values)
     is_balanced = _is_balanced(network)
     if not is_traced(is_white) and not is_white:
@@ -139,8 +139,8 @@ def gradient_flow(
     return _flow(task, network, to_device(steps, task.x.dtype), divisions)
 
 
-def _on_host(values: Any) -> Any:
-    """Return an array in NumPy, unless it is traced."""
+def _numpy_unless_traced(values: Any) -> Any:
+    """Return a known array as NumPy's, and a traced one unchanged."""
     return values if is_traced(values) else np.asarray(values)
 
 

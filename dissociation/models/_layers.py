@@ -78,6 +78,15 @@ class Affine(eqx.Module):
     def __init__(
         self, inputs: Size, outputs: Size, *, bias: bool = True, init: str = "pytorch", key: PRNGKey
     ):
+        """Draw a layer.
+
+        Args:
+            inputs: Width of the input.
+            outputs: Width of the output.
+            bias: If False, the layer has no bias.
+            init: Initialisation, one of `INITS`; "lecun" sets the bias to zero.
+            key: Key of the draw.
+        """
         weight_key, bias_key = jax.random.split(key)
         self.weight = draw_weights(init, (inputs, outputs), inputs, weight_key).T
         self.bias = _draw_bias(init, outputs, inputs, bias_key) if bias else None
@@ -112,6 +121,15 @@ class Convolution(eqx.Module):
         init: str = "pytorch",
         key: PRNGKey,
     ):
+        """Draw a layer.
+
+        Args:
+            inputs: Number of input channels.
+            outputs: Number of output channels.
+            transposed: If True, "pytorch" draws weights of PyTorch's transposed convolution.
+            init: Initialisation, one of `INITS`; "lecun" sets the bias to zero.
+            key: Key of the draw.
+        """
         weight_key, bias_key = jax.random.split(key)
         fan_in = 25 * inputs
         # PyTorch counts the outputs of a transposed convolution as its fan-in.
@@ -132,6 +150,8 @@ class Convolution(eqx.Module):
         # Of the 5 x 5 entries under the kernel at most 3 x 3 differ. Weights of equal entries are
         # added before the convolution: 9 products instead of 25.
         is_equal = jnp.asarray(_EQUAL_ENTRIES, x.dtype)
+        # Along rows a is the output's parity, p its entry and k the kernel's row, as in
+        # `_EQUAL_ENTRIES`; along columns these are b, q and l. Channels are i and o.
         # Default precision would change the weights on an accelerator.
         merged = jnp.einsum(
             "apk,bql,klio->pqiabo", is_equal, is_equal, self.weight, precision="highest"
@@ -150,7 +170,11 @@ _EQUAL_ENTRIES = (
     ((1, 1, 0, 0, 0), (0, 0, 1, 1, 0), (0, 0, 0, 0, 1)),
     ((1, 0, 0, 0, 0), (0, 1, 1, 0, 0), (0, 0, 0, 1, 1)),
 )
-"""Weights that meet the entry before, at and after the output's, for even and odd outputs."""
+"""1 if a row of the kernel meets an entry of the input, else 0: [parity, entry, row of the kernel].
+
+The parity is even or odd, of the output's row; the entry lies before, at or after the output's.
+Columns have the same table.
+"""
 
 
 def _convolve(

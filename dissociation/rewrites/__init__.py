@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dissociation.rewrites._freedom import CkaRange, approached, cka_range, linear_cka_range
     from dissociation.rewrites._groups import NeuronGroup, group_report, neuron_groups
     from dissociation.rewrites._growth import add_nuisance, add_phantom, duplicate
-    from dissociation.rewrites._matching import Matching, match_activations, match_weights
+    from dissociation.rewrites._network_matching import Matching, match_activations, match_weights
     from dissociation.rewrites._noise import add_parameter_noise, parameter_noise
     from dissociation.rewrites._null_spaces import null_dimension
     from dissociation.rewrites._plant_activity import PlantedActivity, plant_activity

@@ -17,7 +17,7 @@ from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from dissociation.models._program import called
 from dissociation.rewrites._groups import NeuronGroup
-from dissociation.rewrites._matching import Matching, check_alike, match_weights
+from dissociation.rewrites._network_matching import Matching, check_alike, match_weights
 from dissociation.similarity._inference import MemberInterval, member_interval
 from dissociation.training._members import count, member
 

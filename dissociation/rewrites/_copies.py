@@ -16,7 +16,7 @@ from scipy.sparse.csgraph import connected_components
 from dissociation.rewrites._axes import UNIT, Name
 from dissociation.rewrites._flow import Flow, Step, Value
 from dissociation.rewrites._indexing import WRITES, AxisMap, clipped, update_axes
-from dissociation.rewrites._rules import (
+from dissociation.rewrites._operation_rules import (
     ALONG,
     COMPARISONS,
     LIKE_SUMS,

@@ -12,8 +12,8 @@ from dissociation.rewrites._flow import FEW, Flow, Part, Results, Rule, Step, Va
 from dissociation.rewrites._folding import folded, is_foldable
 from dissociation.rewrites._indexing import MOVES, on_indices
 from dissociation.rewrites._indexing import RULES as INDEXING
-from dissociation.rewrites._rules import COMPARISONS
-from dissociation.rewrites._rules import RULES as OTHERS
+from dissociation.rewrites._operation_rules import COMPARISONS
+from dissociation.rewrites._operation_rules import RULES as OTHERS
 
 LEVELS = (
     *COMPARISONS, "max", "min", "clamp", "select_n", "floor", "ceil", "round", "and", "or", "not",
@@ -100,7 +100,11 @@ def _joined(equation: Any, stretches: dict[Any, Stretch]) -> Stretch | None:
 
 
 def _stretches(equation: Any) -> list[Stretch]:
-    """Return the slices that an operation takes along one axis."""
+    """Return the `Stretch` of each result of a slice or a split.
+
+    The list is empty for other operations, for slices of a constant, and for slices that cut
+    several axes or none.
+    """
     name = equation.primitive.name
     if name not in ("slice", "split") or isinstance(equation.invars[0], jex.Literal):
         return []

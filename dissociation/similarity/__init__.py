@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         linear_cka,
         rbf_cka,
     )
-    from dissociation.similarity._matching import hard_matching, soft_matching
+    from dissociation.similarity._matched_correlation import hard_matching, soft_matching
     from dissociation.similarity._measures import MEASURES, custom_measure
     from dissociation.similarity._pairs import Similarities, compare, pairwise
     from dissociation.similarity._predictivity import linear_predictivity, predictivity_path

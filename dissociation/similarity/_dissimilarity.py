@@ -19,7 +19,7 @@ from dissociation._core.distances import (
     squared_distances_with_size,
 )
 from dissociation._core.linalg import centre, product, psd_power
-from dissociation._core.ties import ROUNDINGS, ranks, snapped
+from dissociation._core.rounding_ties import ROUNDINGS, ranks, snapped
 from dissociation._core.validation import validated
 from dissociation.similarity import _base as base
 from dissociation.similarity._base import Features, Form, OtherFeatures, Prepared, Score

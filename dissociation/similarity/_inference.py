@@ -26,8 +26,8 @@ from dissociation._core.conversion import to_device
 from dissociation._core.groups import group_numbers, warn_repeated
 from dissociation._core.linalg import product
 from dissociation._core.results import Result, printed
+from dissociation._core.rounding_ties import ROUNDINGS
 from dissociation._core.splits import folds
-from dissociation._core.ties import ROUNDINGS
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from dissociation.similarity._base import (

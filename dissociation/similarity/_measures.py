@@ -17,7 +17,7 @@ from dissociation._core.validation import validated
 from dissociation.similarity import _dissimilarity as dissimilarity
 from dissociation.similarity import _functional as functional
 from dissociation.similarity import _kernels as kernels
-from dissociation.similarity import _matching as matching
+from dissociation.similarity import _matched_correlation as matching
 from dissociation.similarity import _predictivity as predictivity
 from dissociation.similarity import _shapes as shapes
 from dissociation.similarity._base import Form, Measure

@@ -100,7 +100,10 @@ class Similarities(Result):
     LEAST = {"p_values": inference.LEAST_P_VALUE}
 
     def axis_coordinates(self) -> dict[str, tuple[str, np.ndarray]]:
-        """Return the labels of rows and columns, by name: an axis and its values."""
+        """Return the labels of rows and columns, by name: an axis and its values.
+
+        `to_xarray`, in `dissociation._core.results`, calls this method.
+        """
         coordinates = {}
         for axis, stem, pairs in (("items", "item", self.items), ("others", "other", self.others)):
             labels = [f"{layer} {member}" for layer, member in pairs]

@@ -21,11 +21,17 @@ from dissociation.similarity._base import Features, Form, OtherFeatures, Score
 FOLDS = ("shuffled", "contiguous")
 """Folds by a fixed permutation, or blocks of rows for time series."""
 
-Maps = tuple[Array, Array | None, list[tuple[Array, Array]]]
-"""Centred features, the fold of each row, and the maps of folds.
 
-A map is the transposed pseudo-inverse of the fitted rows, and the features of the held-out rows.
-"""
+class _Prepared(NamedTuple):
+    """Prepared representation; `_score` reads `folds` of x, and the other fields of y.
+
+    A fold has the transposed pseudo-inverse of its fitted rows, and its held-out rows. Both are
+    [n, p], zero in rows of the other kind, and of features in the same units.
+    """
+
+    centred: Array  # [n, p]
+    fold_of: Array | None  # fold of each row, [n]
+    folds: list[tuple[Array, Array]]
 
 
 class _Fold(NamedTuple):
@@ -67,11 +73,16 @@ def _shrunk(values: Array, alpha: Array) -> Array:
     return values / (values**2 + alpha)
 
 
-def _maps(x: Array, fold_of: Array | None = None, *, alpha: Array, num_folds: int | None) -> Maps:
-    """Return the maps of one alpha, which have a derivative for every spectrum."""
+def _prepared(
+    x: Array, fold_of: Array | None = None, *, alpha: Array, num_folds: int | None
+) -> _Prepared:
+    """Return a prepared representation, x or y: `Form.prepare` does not depend on the side.
+
+    It has a derivative for every spectrum of x.
+    """
     x, unit = base.centred(x)
     alpha = _per_square(alpha, unit)
-    maps = []
+    folds = []
     for fold in _in_folds(x, fold_of, num_folds):
         # Sizes of columns affect a penalty, and the least norm if there are more columns than rows.
         is_wide = x.shape[1] >= jnp.sum(fold.is_fitted)
@@ -79,16 +90,16 @@ def _maps(x: Array, fold_of: Array | None = None, *, alpha: Array, num_folds: in
         # A penalty leaves no direction negligible.
         cut = jnp.where(alpha > 0, 0.0, rank_cut(x))
         inverse = singular_map(_shrunk, fold.fitted / sizes, alpha, cut)
-        maps.append((inverse, fold.held_out / sizes))
-    return x, fold_of, maps
+        folds.append((inverse, fold.held_out / sizes))
+    return _Prepared(x, fold_of, folds)
 
 
-def _score(a: Maps, b: Maps, num_folds: int | None) -> Array:
-    """Return R^2 of held-out rows."""
-    _, _, maps = a
-    y, fold_of, _ = b
+def _score(a: _Prepared, b: _Prepared, num_folds: int | None) -> Array:
+    """Return R^2 of b's held-out rows, predicted from those of a."""
+    y = b.centred
     error = jnp.zeros((), y.dtype)
-    for (inverse, held_out), fold in zip(maps, _in_folds(y, fold_of, num_folds), strict=True):
+    folds = _in_folds(y, b.fold_of, num_folds)
+    for (inverse, held_out), fold in zip(a.folds, folds, strict=True):
         weights = product(inverse.T, fold.fitted)
         predicted = product(held_out, weights)
         error = error + jnp.sum((fold.held_out - predicted) ** 2)
@@ -110,7 +121,7 @@ def predictivity_form(
     if not is_traced(alpha) and float(alpha) == 0:
         cut = "scaled"
 
-    prepare = eqx.Partial(_maps, alpha=to_device(alpha, float), num_folds=num_folds)
+    prepare = eqx.Partial(_prepared, alpha=to_device(alpha, float), num_folds=num_folds)
     score = eqx.Partial(_score, num_folds=num_folds)
     form = Form(prepare, score, minimum=num_folds or 2, narrow=num_folds is None)
     return form._replace(cut=cut, sides="x", labels=labels)

@@ -1,7 +1,7 @@
 """Compiled chunks of a run: some steps of every member, and observations."""
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -117,13 +117,34 @@ def observable(state: State) -> State:
     )
 
 
+class ChunkInputs(NamedTuple):
+    """Inputs of `run_chunk` for one shard of members, beside the state.
+
+    Attributes:
+        how: `Partition.how`.
+        traced: Traced step of one member.
+        loss_keys: Keys of the loss, [members].
+        active: True for members that are trained, [members]; None for all.
+        member_sources: Sampler's arrays and plan of every member, None for common ones.
+        common_sources: Sampler's arrays and plan of all members, None for those of single members.
+        span: First step, its index in the block, and number of steps, [3]; None until a chunk is
+            chosen.
+    """
+
+    how: dict[str, Any]
+    traced: Traced
+    loss_keys: Array
+    active: Array | None
+    member_sources: Any
+    common_sources: Any
+    span: Array | None = None
+
+
 @eqx.filter_jit(donate="all-except-first")
-def run_chunk(inputs: Any, state: State) -> Any:
+def run_chunk(inputs: ChunkInputs, state: State) -> Any:
     """Return the new state and `Info`s of several steps of every member, of one step if unrolled.
 
-    `inputs`: `Partition.how`, traced step, loss keys, trained members (None: all), sources of
-    batches per member and common, and `[first step, place in the block, steps]`. The state is
-    donated.
+    The state is donated.
     """
     how, traced, keys, active, member_sources, common_sources, span = inputs
     is_unrolled = how["member_map"] == "unroll"
@@ -198,17 +219,14 @@ def _scan_in_place(run_member: Any, shared: Any, state: State, member_inputs: An
     return eqx.combine(state_arrays, state_static), infos
 
 
-def largest_batch(inputs: Any, state: State) -> int:
-    """Return the number of members per batch and device that fits in free memory.
-
-    `inputs` as in `run_chunk`.
-    """
-    how, *chunk_inputs = inputs
+def largest_batch(inputs: ChunkInputs, state: State) -> int:
+    """Return the number of members per batch and device that fits in free memory."""
+    how = inputs.how
 
     def bytes_of(size: int) -> int:
         jitted: Any = run_chunk
         sized = how | {"members_per_batch": size}
-        program = jitted.lower((sized, *chunk_inputs), state).compile()
+        program = jitted.lower(inputs._replace(how=sized), state).compile()
         return program_bytes(program.compiled)
 
     arrays = jax.tree.leaves(eqx.filter(state, eqx.is_array))

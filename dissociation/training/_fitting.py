@@ -21,7 +21,7 @@ from dissociation._core.keys import typed
 from dissociation._core.results import Labelled, Over, check_names, dataset_of
 from dissociation._core.types import PRNGKey, PRNGKeys, PyTree
 from dissociation._core.validation import validated
-from dissociation.training import _checkpoint as checkpoints
+from dissociation.training import _checkpoint_file as checkpoints
 from dissociation.training._chunk import shapes
 from dissociation.training._interrupts import interruptible
 from dissociation.training._members import member_devices

@@ -19,7 +19,7 @@ from dissociation._core.keys import typed
 from dissociation._core.results import Labelled, Over
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
-from dissociation.training import _checkpoint as checkpoints
+from dissociation.training import _checkpoint_file as checkpoints
 from dissociation.training._executor import submitting
 from dissociation.training._fitting import dataset_of_fit
 from dissociation.training._interrupts import interruptible

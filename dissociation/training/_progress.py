@@ -40,6 +40,7 @@ class BarMeter(Meter):
 
     def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm):
         self._in_file = bar is tqdm and not sys.stderr.isatty()
+        # After an infinite delay tqdm draws nothing, and `_write` writes lines to the file instead.
         delay = np.inf if self._in_file else 0.0
         self._bar = bar(
             total=total,
@@ -52,7 +53,7 @@ class BarMeter(Meter):
         )
         self._started = False
         self._written_at = -np.inf
-        self._written = None
+        self._written_state = None
 
     def advance(self, step: int, text: str) -> None:
         if text:
@@ -68,12 +69,12 @@ class BarMeter(Meter):
             self._write()
 
     def _write(self) -> None:
-        """Write the bar as a line, unless the last line had the same step and text."""
+        """Write the bar as text and a line break; nothing if step and text have not changed."""
         state = (self._bar.n, self._bar.postfix)
-        if state == self._written:
+        if state == self._written_state:
             return
         self._written_at = time.monotonic()
-        self._written = state
+        self._written_state = state
         sys.stderr.write(f"{self._bar}\n")
         sys.stderr.flush()
 

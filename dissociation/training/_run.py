@@ -1,4 +1,10 @@
-"""Host's loop of a run: chunks of steps, records, checkpoints."""
+"""Host's loop of a run: chunks of steps, records, checkpoints.
+
+A cycle of `Run.to_the_end` observes and records if the step is listed, calls the callbacks'
+`advance`, and ends the run if it is interrupted, stopped or complete. Else it takes the batches of
+the block, runs one chunk up to the block's end or the next record, and writes the checkpoint if it
+is due.
+"""
 
 import logging
 import time
@@ -16,10 +22,11 @@ from jaxtyping import Array
 
 from dissociation._core import checks
 from dissociation._core.conversion import describe, to_device
-from dissociation.training import _checkpoint as checkpoints
+from dissociation.training import _checkpoint_file as checkpoints
 from dissociation.training import _interrupts as interrupts
 from dissociation.training._chunk import (
     MAX_CHUNK,
+    ChunkInputs,
     drawn,
     largest_batch,
     observe_members,
@@ -188,6 +195,26 @@ class Clock:
         self.first_write = np.inf
 
 
+class Contents(NamedTuple):
+    """Arrays of a run's checkpoint; `Run.write` sets the header: format, step, records' steps.
+
+    The file holds them as a plain tuple, whose leaves are named by their positions.
+
+    Attributes:
+        states: States of all members.
+        loss: Loss of every step, [members, steps].
+        observed_at: Steps of the observations, [times].
+        observed: Observations, every leaf [members, times, ...]; or None.
+        metrics: Metrics of every step, every leaf [members, steps, ...]; or None.
+    """
+
+    states: State
+    loss: Any
+    observed_at: Any
+    observed: Any
+    metrics: Any
+
+
 class RunFile(NamedTuple):
     """Checkpoint of a run.
 
@@ -255,6 +282,7 @@ class Run:
         frozen: True for members that a callback has frozen, [members].
     """
 
+    # Source of batches; the memory estimate of `_plan.py` replaces it by batches of zeros.
     batches_of = Batches
 
     def __init__(
@@ -288,8 +316,8 @@ class Run:
         self.record = Record(self.step, partition.total, self.program.info)
         self.clock = Clock(began)
 
-    def _inputs(self, segment: Segment, active: Any = None) -> list[Any]:
-        """Return the inputs of `run_chunk` for every shard, without the last input: the steps."""
+    def _inputs(self, segment: Segment, active: Any = None) -> list[ChunkInputs]:
+        """Return the inputs of `run_chunk` for every shard, without `span`."""
         members = self.members
         num_shards = len(members.states)
         if active is None:
@@ -298,13 +326,13 @@ class Run:
         step = self.program.step_of(segment.size, members.partition.data_mesh)
         shard_sources, common_source = self.batches.sources(num_shards)
         shards = zip(members.loss_keys, active, shard_sources, strict=True)
-        return [(how, step, *shard, common_source) for shard in shards]
+        return [ChunkInputs(how, step, *shard, common_source) for shard in shards]
 
-    def example(self) -> Any:
+    def example(self) -> ChunkInputs:
         """Return the inputs of `run_chunk` for one step of the first shard."""
         segment = self.batches.at(self.step)
         inputs = self._inputs(segment)
-        return *inputs[0], to_device(np.array((self.step, segment.within, 1)))
+        return inputs[0]._replace(span=to_device(np.array((self.step, segment.within, 1))))
 
     def to_the_end(self, total: int, times: np.ndarray) -> None:
         """Alternate chunks and records, until `total` steps are done or a callback ends the run."""
@@ -312,7 +340,7 @@ class Run:
         past = [(step, record.at(i)) for i, step in enumerate(record.observed_at)]
         needs_records = any(callback.needs_records for callback in self.callbacks)
         self.stopped = self.stopped and needs_records and self.step in record.observed_at
-        losses = record.infos[0].loss[:, :0]
+        losses = record.infos[0].loss[:, :0]  # [members, 0] before the first chunk
         try:
             self._call_hooks("begin", self.step, total, past)
             interrupts.check()
@@ -362,13 +390,13 @@ class Run:
         if self.frozen.any():
             active = partition.split(to_device(~self.frozen))
         inputs = self._inputs(segment, active)
-        example = (*inputs[0], spans[0])
+        example = inputs[0]._replace(span=spans[0])
         program = compiled(run_chunk, members.threads, example, members.states[0])
 
-        def steps(state: State, inputs: Any) -> tuple[State, list[Info]]:
+        def steps(state: State, inputs: ChunkInputs) -> tuple[State, list[Info]]:
             columns = []
             for span in spans:
-                state, infos = program((*inputs, span), state)
+                state, infos = program(inputs._replace(span=span), state)
                 columns.append(infos)
             return state, columns
 
@@ -456,7 +484,9 @@ class Run:
             "diverged_at": record.diverged_at.tolist(),
         }
         states = members.partition.joined(members.states)
-        checkpoints.save(self.file.path, (states, *record.history()[:4]), header)
+        loss, observed_at, observed, metrics, _ = record.history()
+        contents = Contents(states, loss, observed_at, observed, metrics)
+        checkpoints.save(self.file.path, tuple(contents), header)
         self.clock.saved()
 
     def resume(self, file: RunFile, total: int, times: np.ndarray) -> None:
@@ -491,16 +521,16 @@ class Run:
         observed = None
         if observe is not None and observed_at:
             observed = record.empty(observe.out, len(observed_at))
-        like = (
-            members.like(),
-            infos.loss,
-            np.zeros(len(observed_at), np.int64),
-            observed,
-            infos.metrics,
+        like = Contents(
+            states=members.like(),
+            loss=infos.loss,
+            observed_at=np.zeros(len(observed_at), np.int64),
+            observed=observed,
+            metrics=infos.metrics,
         )
-        state, loss, _, observed, metrics = checkpoints.restore(file.path, like)
+        contents = Contents(*checkpoints.restore(file.path, tuple(like)))
 
-        members.states = members.partition.split(state)
+        members.states = members.partition.split(contents.states)
         self.step = step
         self.stopped = header["stopped"]
         self.frozen = np.asarray(header["frozen"])
@@ -508,9 +538,10 @@ class Run:
         observations = []
         for index, observed_step in enumerate(observed_at):
             if observed_step in times:
-                observation = jax.tree.map(lambda leaf, i=index: leaf[:, i], observed)
+                observation = jax.tree.map(lambda leaf, i=index: leaf[:, i], contents.observed)
                 observations.append((observed_step, observation))
-        record.restore(Info(loss, metrics), observations, np.asarray(header["diverged_at"]))
+        infos = Info(contents.loss, contents.metrics)
+        record.restore(infos, observations, np.asarray(header["diverged_at"]))
 
 
 def _program_of(

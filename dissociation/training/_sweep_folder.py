@@ -11,7 +11,7 @@ import jax
 from jaxtyping import PyTree
 
 from dissociation._core import checks, files
-from dissociation.training import _checkpoint as checkpoints
+from dissociation.training import _checkpoint_file as checkpoints
 from dissociation.training._partition import Partition, Threads
 from dissociation.training._plan import Plan, Sweep
 

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from dissociation._core._compat import jex
 from dissociation._core.conversion import to_device
-from dissociation.training import _checkpoint as checkpoints
+from dissociation.training import _checkpoint_file as checkpoints
 
 IRRELEVANT = {
     # Names, and rules of derivatives, because nothing differentiates a traced program.
@@ -107,10 +107,14 @@ class Traced(eqx.Module):
 
 
 def trace(function: Callable[..., Any], *example: Any) -> Traced:
-    """Trace `function` on arguments like `example`."""
+    """Trace `function` on arguments like `example`, which are arrays or their shapes and dtypes.
+
+    Arrays and numbers that `function` closes over become `Traced.consts`.
+    """
     closed, out = jax.make_jaxpr(function, return_shape=True)(*example)
     consts = []
     for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        # The caller may change a NumPy array later, and a number has no dtype.
         if not isinstance(const, jax.Array):
             const = to_device(const, var.aval.dtype)
         consts.append(const)

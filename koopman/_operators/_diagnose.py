@@ -16,16 +16,17 @@ from koopman._operators._findings import (
     lost_variance,
     unconverged,
 )
-from koopman._operators._kernels import Fitting, KernelMap, Linear, Operator, gram
+from koopman._operators._kernels import KernelMap, Linear, gram
 from koopman._operators._numerics import rounding_unit
+from koopman._operators._operator import Fitting, Operator
 from koopman._operators._pairs import Moments
 
 ROWS = 4000
 """Largest number of rows of a regression on few features."""
 _OPERATIONS = 2e9
+"""Largest number of operations of a regression on many features."""
 _QUICK_SVD = 128
 """Number of columns above which an eigendecomposition is several times faster than an SVD."""
-"""Largest number of operations of a regression on many features."""
 
 
 @validated

@@ -16,8 +16,8 @@ from dissociation._core.linalg import finite_part, product, psd_power, scale_of
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
-from koopman._operators._kernels import Operator
 from koopman._operators._numerics import positive_or_one, rounding_unit
+from koopman._operators._operator import Operator
 from koopman._operators._rotations import Point, descend, norm
 
 FORMS = ("frobenius", "angular")

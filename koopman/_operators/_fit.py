@@ -17,13 +17,10 @@ from koopman._operators._diagnose import findings_of
 from koopman._operators._estimators import Estimator, check_factor, refuse_singular, span
 from koopman._operators._findings import refuse_large_gram, warn_of
 from koopman._operators._kernels import (
-    FitSettings,
-    Fitting,
     Kernel,
     KernelMap,
     Linear,
     LinearMap,
-    Operator,
     as_module,
     check_kernel,
     compiled_by_kernel,
@@ -32,9 +29,9 @@ from koopman._operators._kernels import (
     kernel_alpha,
     kernel_features,
     nystroem_map,
-    unshrinking,
 )
 from koopman._operators._numerics import positive_or_one, rounding_unit
+from koopman._operators._operator import FitSettings, Fitting, Operator, unshrinking
 from koopman._operators._pairs import (
     AnyArray,
     Moments,

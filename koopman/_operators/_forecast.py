@@ -18,7 +18,8 @@ from dissociation._core.linalg import product
 from dissociation._core.types import Count, InTime
 from dissociation._core.validation import validated
 from koopman._operators._findings import warn_float32
-from koopman._operators._kernels import Kernel, LinearMap, Operator, compiled_by_kernel
+from koopman._operators._kernels import Kernel, LinearMap, compiled_by_kernel
+from koopman._operators._operator import Operator
 from koopman._operators._pairs import Rows, as_known, cut
 from koopman._operators._spectrum import decompose, modes
 

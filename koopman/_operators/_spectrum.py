@@ -14,16 +14,16 @@ from dissociation._core.conversion import to_device
 from dissociation._core.distances import root
 from dissociation._core.linalg import product, psd_power, scale_of
 from dissociation._core.results import printed
-from dissociation._core.ties import snapped
+from dissociation._core.rounding_ties import snapped
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from koopman._operators._kernels import Operator
 from koopman._operators._numerics import (
     largest_entries,
     positive_or_one,
     ratio_or_zero,
     rounding_unit,
 )
+from koopman._operators._operator import Operator
 from koopman._operators._pairs import Rows
 from koopman._operators._subspaces import infinite_if_unresolved
 

@@ -13,7 +13,6 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from koopman.datasets._exact import ExactSpectrum
     from koopman.datasets._langevin import (
         langevin_spectrum,
         overdamped_langevin,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     )
     from koopman.datasets._maps import logistic_features, logistic_map, logistic_spectrum
     from koopman.datasets._ordered_mnist import OrderedDigits, cycle_spectrum, ordered_mnist
+    from koopman.datasets._spectrum_type import ExactSpectrum
     from koopman.datasets._systems import (
         duffing,
         lorenz63,

@@ -20,7 +20,7 @@ from dissociation._core.checks import (
 )
 from dissociation._core.types import Count, PRNGKey, Scalar
 from dissociation._core.validation import validated
-from koopman.datasets._exact import ExactSpectrum, conjugate_order, rows
+from koopman.datasets._spectrum_type import ExactSpectrum, conjugate_order, rows
 from koopman.datasets._trajectories import (
     run_trajectories,
     scan_trajectory,

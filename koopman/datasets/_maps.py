@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from dissociation._core.checks import check_count
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
-from koopman.datasets._exact import ExactSpectrum, conjugate_order, rows
+from koopman.datasets._spectrum_type import ExactSpectrum, conjugate_order, rows
 from koopman.datasets._trajectories import run_trajectories, walk
 
 Points = Float[Array | np.ndarray, "n 1"]

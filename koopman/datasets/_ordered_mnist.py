@@ -9,7 +9,7 @@ from jaxtyping import Complex, Float, Int
 from dissociation._core.checks import check_count, fail
 from dissociation._core.validation import validated
 from dissociation.data._datasets import Dataset, load
-from koopman.datasets._exact import conjugate_order
+from koopman.datasets._spectrum_type import conjugate_order
 
 
 class OrderedDigits(NamedTuple):

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from dissociation._core.checks import check_count, check_non_negative, check_positive
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from koopman.datasets._exact import ExactSpectrum, rows
+from koopman.datasets._spectrum_type import ExactSpectrum, rows
 from koopman.datasets._trajectories import run_trajectories, scan_trajectory, step_normals
 
 SQRT_2 = math.sqrt(2.0)

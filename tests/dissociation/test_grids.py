@@ -15,7 +15,7 @@ from linear_regression import Normalised, normalised_error, regression
 
 from dissociation._core.files import RefusedFile
 from dissociation.training import Epochs, Grid, GridResult, Save, fit, fit_grid, make_step
-from dissociation.training import _checkpoint as checkpoints
+from dissociation.training import _checkpoint_file as checkpoints
 from dissociation.training import _grids as module
 from dissociation.training import _sweep_folder as folder_module
 from dissociation.training._run import Run

@@ -42,7 +42,7 @@ from dissociation.training import (
     fit,
     make_step,
 )
-from dissociation.training import _checkpoint as checkpoints
+from dissociation.training import _checkpoint_file as checkpoints
 from dissociation.training import _run as run_module
 from dissociation.training._partition import Threads
 

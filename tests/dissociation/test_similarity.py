@@ -15,10 +15,10 @@ from scipy.spatial.distance import pdist
 from scipy.spatial.distance import squareform as as_square
 
 from dissociation import similarity
-from dissociation._core.ties import ranks, snapped
+from dissociation._core.rounding_ties import ranks, snapped
 from dissociation.similarity import MEASURES
 from dissociation.similarity import _kernels as kernels
-from dissociation.similarity import _matching as matching
+from dissociation.similarity import _matched_correlation as matching
 from dissociation.similarity._base import compared, of_sizes
 
 RNG = np.random.default_rng(0)

@@ -11,8 +11,8 @@ from koopman.datasets import (
     regime_switching_spectrum,
     regime_switching_var,
 )
-from koopman.datasets._exact import conjugate_order
 from koopman.datasets._linear import stationary_covariance
+from koopman.datasets._spectrum_type import conjugate_order
 
 A = np.array([[0.8, -0.5], [0.4, 0.6]])  # eigenvalues 0.7 +- 0.436i
 A3 = np.array([[0.9, 0.5, 0.0], [0.0, 0.7, 0.3], [-0.1, 0.0, -0.4]])

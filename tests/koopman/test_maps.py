@@ -7,7 +7,7 @@ import pytest
 from words import refused
 
 from koopman.datasets import logistic_features, logistic_map, logistic_spectrum
-from koopman.datasets._exact import conjugate_order
+from koopman.datasets._spectrum_type import conjugate_order
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(250)
 X, WEIGHTS = (NODES[:, None] + 1) / 2, WEIGHTS / 2

@@ -116,7 +116,7 @@ TESTED_BY = {
     "koopman._operators._subspaces": ["koopman/test_operators.py", "koopman/test_derivatives.py"],
     "koopman._operators._estimators": ["koopman/test_operators.py", "koopman/test_nystroem.py"],
 }
-RULES = "indexing rules operations flow axes"
+RULES = "indexing operation_rules operations flow axes"
 SYMMETRY = [
     "dissociation/test_groups.py",
     "dissociation/test_indexing.py",
@@ -132,6 +132,7 @@ TESTED_BY["dissociation._core.columns"] = ["koopman/test_frames.py", "koopman/te
 TESTED_BY["dissociation.training._interrupts"] = ["dissociation/test_interrupts.py"]
 TESTED_BY["dissociation._core.lazy"] = ["test_packaging.py"]
 TESTED_BY["koopman._operators._numerics"] = ["koopman/test_operators.py"]
+TESTED_BY["koopman._operators._operator"] = ["koopman/test_operators.py"]
 TESTED_BY["koopman._operators._rotations"] = ["koopman/test_dynamical_similarity.py"]
 TESTED_BY["dissociation.rewrites._comparison"] = [
     "dissociation/test_growth.py",

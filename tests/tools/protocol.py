@@ -29,7 +29,7 @@ HOST = {
     "dissociation.rewrites._plant_": "planting by the host",
     "dissociation.linear._tasks.": "ranks, which set shapes, by the host",
     "dissociation.linear._planting.": "ranks by the host",
-    "dissociation.rewrites._matching.match_": "assignments by the host",
+    "dissociation.rewrites._network_matching.match_": "assignments by the host",
     "dissociation.rewrites._barriers.barriers": "assignments by the host",
     "dissociation.recipes._mnist.fit_": "training by the host",
     "dissociation.recipes._mnist.train_": "training by the host",
@@ -76,7 +76,7 @@ ANEW = (
     "dissociation.rewrites._rewrites.",
     "dissociation.rewrites._seen.",
     "dissociation.rewrites._barriers.",
-    "dissociation.rewrites._matching.",
+    "dissociation.rewrites._network_matching.",
     "koopman.datasets.",
 )
 """What maps or loops over a function of the caller's, or one that closes over arguments: compiled at every call that is

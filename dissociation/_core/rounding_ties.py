@@ -1,4 +1,4 @@
-"""Ties among computed numbers, up to rounding."""
+"""Ties among computed numbers that differ by rounding alone, and ranks with such ties."""
 
 from typing import Any
 

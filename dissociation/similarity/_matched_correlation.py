@@ -1,4 +1,4 @@
-"""Correlations of matched neurons of two representations."""
+"""Measures of similarity: mean correlation of matched neurons of two representations."""
 
 import math
 from collections.abc import Callable
@@ -65,8 +65,11 @@ def _soft(correlations: Array | np.ndarray) -> np.ndarray:
     return np.asarray(optimum, table.dtype)
 
 
-def _on_host(match: Match, a: Array, b: Array) -> Array:
-    """Return the mean correlation of matched neurons, with no derivative."""
+def _mean_correlation(match: Match, a: Array, b: Array) -> Array:
+    """Return the mean correlation of matched neurons of two standardised representations.
+
+    A callback runs `match` in SciPy, also under `jit` and `vmap`. It has no derivative.
+    """
     correlations, undefined = finite_part(product(a.T, b))
     # The callback would otherwise fail with an error that does not name the measure.
     correlations = no_derivative(correlations, "A matching of neurons")
@@ -75,9 +78,9 @@ def _on_host(match: Match, a: Array, b: Array) -> Array:
     return mean + undefined
 
 
-HARD_MATCHING = Form(_standardised, eqx.Partial(_on_host, _hard))
+HARD_MATCHING = Form(_standardised, eqx.Partial(_mean_correlation, _hard))
 
-SOFT_MATCHING = Form(_standardised, eqx.Partial(_on_host, _soft))
+SOFT_MATCHING = Form(_standardised, eqx.Partial(_mean_correlation, _soft))
 
 
 @validated(finite=("x", "y"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dissociation._core.files import RefusedFile
-from dissociation.training import _checkpoint as checkpoint
+from dissociation.training import _checkpoint_file as checkpoint
 
 
 def tree(key):

@@ -98,6 +98,16 @@ def test_models_of_other_kinds_are_matched(name):
     assert any((one != moved).any() for one, moved in zip(*leaves[::2], strict=True))
 
 
+def test_ties_leave_neurons_where_they_are():
+    """All permutations have the sum 0, those of random starts too."""
+    model = ResidualMLP(64, 64, normalise=False, key=jax.random.key(0))
+    groups = neuron_groups(model, jnp.ones(5))
+    zeros = jax.tree.map(lambda leaf: 0 * leaf if eqx.is_array(leaf) else leaf, model)
+    matching = rewrites.match_weights(zeros, model, groups, num_starts=4, key=jax.random.key(1))
+    for name, permutation in matching.permutations.items():
+        np.testing.assert_array_equal(permutation, np.arange(groups[name].size))
+
+
 def test_the_value_is_that_of_the_permutations():
     """Also where heads change places after what lies in them did."""
     part = {name: group for name, group in one("transformer")[2].items() if "attention" in name}

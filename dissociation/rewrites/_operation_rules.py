@@ -1,4 +1,8 @@
-"""Rules for elementwise operations, operations along axes, reductions, and products of arrays."""
+"""Rules for elementwise operations, operations along axes, reductions, and products of arrays.
+
+`RULES` maps names of JAX's primitives, such as "reshape", to rules. A rule returns the axes of the
+results; its arithmetic of axes is in `_flow.py`, and rules for indices in `_indexing.py`.
+"""
 
 from typing import Any
 

@@ -68,6 +68,10 @@ def match_weights(
     Coordinate ascent solves one linear assignment per group exactly, from several starts. The start
     by sorted weights finds a permuted copy at once.
 
+    Ties leave neurons where they are. An assignment replaces the permutation so far only if it
+    raises the sum by more than rounding, 1e-12 of it, and the first of starts with equal sums is
+    returned. Neurons with equal weights, which may be exchanged, keep the order of the start.
+
     Args:
         a: A network.
         b: A network of the same structure.
@@ -82,6 +86,14 @@ def match_weights(
 
     References:
         Ainsworth, Hayase and Srinivasa (2023), Git Re-Basin, algorithm 1.
+
+    Example:
+        >>> from dissociation import models, rewrites
+        >>> model = models.MLP(4, 6, 1, 3, key=jax.random.key(0))
+        >>> groups = rewrites.neuron_groups(model, jnp.ones(4))
+        >>> permuted = permute(groups["layers[0]"], [2, 0, 1, 5, 4, 3])(model)
+        >>> match_weights(model, permuted, groups).permutations["layers[0]"].tolist()
+        [1, 2, 0, 5, 4, 3]
     """
     if num_starts > 2 and key is None:
         advice = "For instance jax.random.key(0)"
@@ -117,13 +129,19 @@ def match_weights(
 
 
 def _copies_moved(group: NeuronGroup, by: NeuronGroup, permutations: np.ndarray) -> np.ndarray:
-    """Return the copy of `group` that moves to each copy if `by` is permuted, [copies]."""
+    """Return the copy of `group` that moves to each copy if `by` is permuted, [copies].
+
+    For example the heads of attention are neurons of one group and copies of another, the neurons
+    in a head. A permutation of heads then permutes the rows of this other group's permutations, see
+    `_move_copies`. To find the copies, entries of the parameters get the number of their copy and
+    are permuted as `by` permutes weights.
+    """
     sources = np.arange(group.copies)
     if group.copies == 1:
         return sources
     for slot in group.slots:
         copies = np.moveaxis(slot.copy, slot.axis, 0)
-        labels = slot.with_blocks(np.full(slot.shape, -1), copies[None])
+        labels = slot.with_blocks(np.full(slot.shape, -1), copies[None])  # -1: not of the group
         moved = labels
         for moving_slot in by.slots:
             if moving_slot.leaf == slot.leaf:
@@ -303,7 +321,9 @@ def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: An
 
     Returns:
         Permutations. Each copy of a group, such as an attention head, has its own optimal
-        permutation. A neuron that is constant on the data has correlation 0 with all others.
+        permutation. A neuron that is constant on the data has correlation 0 with all others. Of
+        permutations with equal correlations SciPy's `linear_sum_assignment` returns one, the same
+        in every call.
 
     Raises:
         TypeError: If the networks do not accept the examples.

@@ -1,7 +1,7 @@
 """Atomic save and restore of PyTrees: a JSON header, then the bytes of every leaf with a checksum.
 
-A reader finds the old file or the new one, and checksums detect changes. Typed PRNG keys are stored
-with the name of their implementation.
+`_run.Contents` says what the checkpoint of a run holds. A reader finds the old file or the new one,
+and checksums detect changes. Typed PRNG keys are stored with the name of their implementation.
 """
 
 import errno

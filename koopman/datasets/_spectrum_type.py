@@ -1,4 +1,4 @@
-"""Exact spectra of evolution operators."""
+"""Type of exact spectra, and helpers; each system and its spectrum are in one other module."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, Int
 
 from dissociation._core.checks import fail
-from dissociation._core.ties import snapped
+from dissociation._core.rounding_ties import snapped
 from dissociation._core.validation import validated
 
 
