@@ -11,10 +11,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
-from dissociation._core._compat import jex
+from dissociation._core._compat import jex, parameters
 from dissociation._core.checks import fail, fail_kind
 from dissociation._core.conversion import describe
+from dissociation._core.types import parameter_mask
+from dissociation.models._function import FunctionModel
 
 Call = Callable[[Any, Any], Any]
 """Function from a model and an example to outputs."""
@@ -62,7 +65,8 @@ def called(model: Any, example: Any) -> Any:
 
     # Equinox's layer multiplies stacked weights without an error.
     def is_stacked(node):
-        return type(node) is eqx.nn.Linear and np.ndim(node.weight) > 2
+        is_linear = getattr(type(node), "unnamed", type(node)) is eqx.nn.Linear
+        return is_linear and np.ndim(node.weight) > 2
 
     module = jax.tree.map(
         lambda node: _single(node) if is_stacked(node) else node, module, is_leaf=is_stacked
@@ -92,14 +96,7 @@ def parameters_in(model: Any, where: Any = None) -> Any:
     `where` selects some of the parameters, as in `eqx.tree_at`.
     """
 
-    # A `StateIndex` holds the initial values of the state, which are no parameters either.
-    def is_state(node):
-        return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)
-
-    def is_parameter(node):
-        return not is_state(node) and eqx.is_inexact_array(node)
-
-    mask = jax.tree.map(is_parameter, model, is_leaf=is_state)
+    mask = parameter_mask(model)
     if where is not None:
         empty_mask = jax.tree.map(lambda _: False, mask)
         mask = eqx.tree_at(where, empty_mask, replace=where(mask))
@@ -147,12 +144,14 @@ class Program(NamedTuple):
         layers: Names of the layers that hold them.
         leaves: These arrays.
         run: Function from such arrays and an example to output arrays.
+        front: Keys that all paths share, and names leave out.
     """
 
     paths: list[str]
     layers: list[str]
     leaves: list[Any]
     run: Callable[[list[Any], Any], list[Any]]
+    front: tuple[Any, ...]
 
 
 def program_of(model: Any, call: Call | None) -> Program:
@@ -163,7 +162,8 @@ def program_of(model: Any, call: Call | None) -> Program:
     leaves = [leaf for _, leaf in leaf_pairs]
 
     # Names are the same with and without a state.
-    num_skipped = int(isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State))
+    has_state = isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State)
+    num_skipped = int(has_state or isinstance(model, FunctionModel))
     keys = []
     matrices = set()
     for path, leaf in leaf_pairs:
@@ -176,11 +176,16 @@ def program_of(model: Any, call: Call | None) -> Program:
 
     apply = called if call is None else call
     run = functools.partial(_run, apply, tree, constants)
-    return Program(paths, _layers_of(keys, matrices), leaves, run)
+    layers, front = _layers_of(keys, matrices)
+    return Program(paths, layers, leaves, run, front)
 
 
-def _layers_of(paths: list[tuple[Any, ...]], matrices: set[tuple[Any, ...]]) -> list[str]:
-    """Return the name of the layer of each path: "layers[0]" of ".layers[0].weight".
+def _layers_of(
+    paths: list[tuple[Any, ...]], matrices: set[tuple[Any, ...]]
+) -> tuple[list[str], tuple[Any, ...]]:
+    """Return the name of the layer of each path, and the keys that names leave out.
+
+    "layers[0]" is the name of ".layers[0].weight".
 
     The last key of a dictionary is left out if the dictionary holds one matrix: "Dense_0" of
     "Dense_0", "kernel". Front keys up to the last one of a dictionary that all matrices share are
@@ -214,13 +219,15 @@ def _layers_of(paths: list[tuple[Any, ...]], matrices: set[tuple[Any, ...]]) -> 
             num_front = position + 1
     front = tuple(shared[:num_front])
 
-    names = []
-    for path in layers:
-        if path[:num_front] == front:
-            path = path[num_front:]
-        name = "".join(map(_key_text, path))
-        names.append(name.lstrip("."))
-    return names
+    return [path_name(path, front) for path in layers], front
+
+
+def path_name(path: tuple[Any, ...], front: tuple[Any, ...] = ()) -> str:
+    """Return a path without `front` as text, such as "blocks[0].norm"."""
+    num_front = len(front)
+    if path[:num_front] == front:
+        path = path[num_front:]
+    return "".join(map(_key_text, path)).lstrip(".")
 
 
 def _key_text(key: Any) -> str:
@@ -232,13 +239,16 @@ def _key_text(key: Any) -> str:
     return str(key)
 
 
-def numbered(name: str, taken: Container[str]) -> str:
-    """Return `name`, or the first of "name:2", "name:3", ... that is not in `taken`."""
-    unique_name = name
+def numbered(name: str, taken: Container[str], suffix: str = "") -> str:
+    """Return `name`, or the first of "name:2", "name:3", ... that is not in `taken`.
+
+    `suffix` follows the number.
+    """
+    unique_name = name + suffix
     number = 1
     while unique_name in taken:
         number += 1
-        unique_name = f"{name}:{number}"
+        unique_name = f"{name}:{number}{suffix}"
     return unique_name
 
 
@@ -335,6 +345,33 @@ class Walk:
                 outputs = [(result, mark) for result in results]
             env |= dict(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+
+def run_loop(
+    equation: Any, values: Sequence[Any], body: Callable[[list[Any], Array], tuple[list[Any], Any]]
+) -> tuple[list[Any], Any]:
+    """Run a `scan` with another body, from operands and the iteration to results and more arrays.
+
+    Return the results of the loop, and the other arrays of all iterations, stacked.
+    """
+    params = parameters(equation)
+    num_consts = params["num_consts"]
+    num_carry = params["num_carry"]
+    num_fixed = num_consts + num_carry
+    consts = values[:num_consts]
+
+    def step(carry: list[Any], slices: Any) -> Any:
+        iteration, inputs = slices
+        results, extra = body([*consts, *carry, *inputs], iteration)
+        return results[:num_carry], (results[num_carry:], extra)
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    iterations = jnp.arange(params["length"])
+    stacked_inputs = (iterations, list(values[num_fixed:]))
+    carry, (stacked, extra) = jax.lax.scan(
+        step, list(values[num_consts:num_fixed]), stacked_inputs, **options
+    )
+    return [*carry, *stacked], extra
 
 
 def bound(equation: Any, values: Sequence[Any]) -> list[Any]:

@@ -1,6 +1,7 @@
 """Files of arrays: what is read of them, and what is refused by header and size alone."""
 
 import json
+import os
 import re
 import struct
 import tracemalloc
@@ -9,9 +10,10 @@ import zipfile
 import ml_dtypes
 import numpy as np
 import pytest
+import xarray
 from safetensors.numpy import save_file
 
-from dissociation import load_results
+from dissociation import load_results, save_results
 from dissociation._core.array_files import open_arrays, total_bytes
 from dissociation._core.files import RefusedFile
 
@@ -78,90 +80,104 @@ def test_shards_are_one_file(tmp_path):
         write({"x.9": "b.safetensors"})
 
 
-def npy(shape, *, dtype="'<f4'", data=b"", length=None):
-    header = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}}}".encode()
-    size = len(header) if length is None else length
-    return b"\x93NUMPY\x02\x00" + struct.pack("<I", size) + header + data
+def contents_of(suffix, header, num_bytes, length=None):
+    """Return a file of a header, `dtype shape` or `dtype shape offsets, ...`, and of numbers."""
+    if suffix == ".npy":
+        dtype, shape = header.split(" ", 1)
+        header = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}}}"
+        start = b"\x93NUMPY\x02\x00"
+    else:
+        entry = '"%s": {"dtype": "%s", "shape": %s, "data_offsets": %s}'
+        entries = [entry % (i, *words.split(" ")) for i, words in enumerate(header.split("; "))]
+        header = f"{{{', '.join(entries)}}}"
+        start = b""
+    code = "<I" if start else "<Q"
+    return start + struct.pack(code, length or len(header)) + header.encode() + bytes(num_bytes)
 
 
-def safetensors(entries, data=b"", length=None):
-    header = json.dumps(entries).encode()
-    return struct.pack("<Q", len(header) if length is None else length) + header + data
-
-
-def tensor(shape, start, end, dtype="F32"):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-
-
-def zipped(path, contents, *sizes):
-    """Write an archive of one member, whose two sizes in the list of members are replaced."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("a.npy", contents)
-    raw = path.read_bytes()
-    start = raw.index(b"PK\x01\x02") + 20
-    path.write_bytes(raw[:start] + struct.pack("<II", *sizes) + raw[start + 8 :])
-
-
-def list_of_2_31_bytes(path):
-    with path.open("wb") as file:
-        file.truncate(2**31)
-        file.seek(2**31)
-        file.write(b"PK\x05\x06" + struct.pack("<4H2LH", 0, 0, 1, 1, 2**31 - 1, 1, 0))
-
-
-def sparse(contents):
-    def write(path):
-        path.write_bytes(contents)
-        with path.open("ab") as file:
-            file.truncate(2**31 + 2**12)
-
-    return write
-
-
-A = npy((4,), data=bytes(16))
-LONG = npy((9000,), data=RNG.bytes(36000))
 REFUSED = {
-    "an empty file.npy": (b"", "EOF"),
-    "text.npz": (b"words", "not a zip file"),
-    "objects.npy": (npy((1,), dtype="'|O'", data=bytes(8)), "holds Python objects, which are not"),
-    "fields.npy": (npy((1,), dtype="[('a', '<f4')]", data=bytes(4)), "entries of dtype"),
-    "a negative size.npy": (npy((-1,)), r"announces shape \(-1,\)"),
-    "a large shape.npy": (npy((2**40,)), "more than it holds"),
-    "an overflow.npy": (npy((2**62, 2**62)), "more than it holds"),
-    "a small shape.npy": (npy((2,), data=bytes(16)), "less than it holds"),
-    "a header of 2^31 bytes.npy": (sparse(npy((2,), length=2**31)), "header of .* has 2147483648"),
-    "a header of 2^31 bytes.safetensors": (sparse(safetensors({}, length=2**31)), "2147483648 bytes"),
-    "a list of 2^31 bytes.npz": (list_of_2_31_bytes, "2147483647 bytes"),
-    "an overlap.safetensors": (safetensors({"a": tensor([2], 0, 8), "b": tensor([2], 4, 12)}, bytes(12)), "offset"),
-    "an offset that overflows.safetensors": (safetensors({"a": tensor([2], 0, 2**64 + 8)}, bytes(8)), "JSON"),
-    "an offset outside.safetensors": (safetensors({"a": tensor([4], 0, 16)}, bytes(8)), "not fully covered"),
-    "an overflow.safetensors": (safetensors({"a": tensor([2**62, 2**62], 0, 8)}, bytes(8)), "overflow"),
-    "a negative size.safetensors": (safetensors({"a": tensor([-2], 0, 8)}, bytes(8)), "-2"),
-    "eight bits.safetensors": (safetensors({"a": tensor([2], 0, 2, "F8_E4M3")}, bytes(2)), "F8_E4M3"),
-    "a short member.npz": (lambda path: zipped(path, LONG, len(LONG), len(LONG) - 8), "more than it holds"),
-    "a long member.npz": (lambda path: zipped(path, npy((2**29,)), 2**20, 2**31 + len(npy((2**29,)))), "longer than the file"),
-    "a dense member.npz": (lambda path: zipped(path, A, 60, 2**31), "2147483648 bytes, more than"),
-    "other contents.npz": (lambda path: zipped(path, b"words", 7, 5), "magic"),
-    "a pickle.pt": (b"\x80\x02}q\x00.", r"a pickle, which.*save_file\(.*torch.load\(\"a pickle.pt\""),
-    "pickle.bin": (b"\x80\x02}q\x00.", r"torch.load\(\"pickle.bin\", .*weights_only=True"),
+    "objects.npy": ("'|O' (1,)", 8, "holds Python objects, which are not"),
+    "fields.npy": ("[('a','<f4')] (1,)", 4, "entries of dtype"),
+    "a negative size.npy": ("'<f4' (-1,)", 0, r"announces shape \(-1,\)"),
+    "a large shape.npy": ("'<f4' (1099511627776,)", 0, "more than it holds"),
+    "an overflow.npy": ("'<f4' (4611686018427387904, 4611686018427387904)", 0, "more than it holds"),
+    "a small shape.npy": ("'<f4' (2,)", 16, "less than it holds"),
+    "an overlap.safetensors": ("F32 [2] [0,8]; F32 [2] [4,12]", 12, "offset"),
+    "an offset that overflows.safetensors": ("F32 [2] [0,18446744073709551624]", 8, "JSON"),
+    "an offset outside.safetensors": ("F32 [4] [0,16]", 8, "not fully covered"),
+    "an overflow.safetensors": ("F32 [4611686018427387904,8] [0,8]", 8, "overflow"),
+    "a negative size.safetensors": ("F32 [-2] [0,8]", 8, "-2"),
+    "eight bits.safetensors": ("F8_E4M3 [2] [0,2]", 2, "F8_E4M3"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_files_are_refused_before_memory_is_taken(tmp_path, name):
-    contents, reason = REFUSED[name]
-    path = tmp_path / name
-    if callable(contents):
-        contents(path)
-    else:
-        path.write_bytes(contents)
-    open_arrays_of = [open_arrays]
-    if path.suffix == ".npz":
-        open_arrays_of.append(load_results)
-    for read in open_arrays_of:
+def assert_refused(path, reason, *readers):
+    for read in readers:
         tracemalloc.start()
-        with pytest.raises(RefusedFile, match=f"{re.escape(str(path))} is .*{reason}"):
+        with pytest.raises(RefusedFile, match=f"^{re.escape(str(path))} is .*{reason}"):
             read(path)
-        peak = tracemalloc.get_traced_memory()[1]
+        assert tracemalloc.get_traced_memory()[1] < 2**23
         tracemalloc.stop()
-        assert peak < 2**20
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_headers_are_refused_before_memory_is_taken(tmp_path, name):
+    *contents, reason = REFUSED[name]
+    path = tmp_path / name
+    path.write_bytes(contents_of(path.suffix, *contents))
+    assert_refused(path, reason, open_arrays)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.npy", "'<f4' (2,)"), ("a.safetensors", "F32 [2] [0,8]")]
+)
+def test_headers_of_2_31_bytes_are_refused(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_bytes(contents_of(path.suffix, text, 8, 2**31))
+    os.truncate(path, 2**31 + 2**12)
+    assert_refused(path, "2147483648 bytes", open_arrays)
+
+
+NPY = contents_of(".npy", "'<f4' (9000,)", 0) + RNG.bytes(36_000)
+MEMBERS = {
+    "other contents": (b"words", None, "magic"),
+    "a short member": (NPY, (len(NPY) - 8, len(NPY) - 8), "more than it holds"),
+    "a long member": (NPY, (2**20, len(NPY)), "longer than the file"),
+    "a dense member": (NPY, (60, 2**31), "2147483648 bytes, more than it holds"),
+}
+"""Contents, compressed and other size in the list of members, and reason."""
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_wrong_members_are_refused_before_memory_is_taken(tmp_path, name):
+    contents, sizes, reason = MEMBERS[name]
+    path = tmp_path / "a.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.npy", contents)
+    if sizes:
+        raw = path.read_bytes()
+        start = raw.index(b"PK\x01\x02") + 20
+        path.write_bytes(raw[:start] + struct.pack("<II", *sizes) + raw[start + 8 :])
+    assert_refused(path, reason, open_arrays, load_results)
+
+
+def test_lists_of_2_31_bytes_and_pickles_are_refused(tmp_path):
+    path = tmp_path / "a.npz"
+    path.write_bytes(b"")
+    os.truncate(path, 2**31)
+    with path.open("ab") as file:
+        file.write(b"PK\x05\x06" + struct.pack("<4H2LH", 0, 0, 1, 1, 2**31 - 1, 1, 0))
+    assert_refused(path, "2147483647 bytes", open_arrays, load_results)
+    for suffix in (".pt", ".bin"):
+        path = path.rename(path.with_suffix(suffix))
+        assert_refused(path, rf"save_file\(.*torch.load\(\"a{suffix}\"", open_arrays)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".nc"])
+def test_results_beyond_the_budget_are_refused(tmp_path, monkeypatch, suffix):
+    path = save_results(xarray.Dataset({"a": ("x", np.zeros(2**20))}), tmp_path / f"a{suffix}")
+    monkeypatch.setattr("dissociation._core.array_files.host_budget", lambda: 2**20)
+    with pytest.raises(
+        RefusedFile, match=" holds arrays of 8388.* bytes, more than the 1048576 of"
+    ):
+        load_results(path)
