@@ -44,12 +44,22 @@ class _Single(eqx.nn.Linear):
         return super().__call__(x, key=key)
 
 
-def _single(layer: eqx.nn.Linear) -> _Single:
-    """Return a copy of `layer` that raises for stacked weights."""
+def _is_stacked(node: Any) -> bool:
+    # Equinox's layer multiplies stacked weights without an error.
+    return type(node) is eqx.nn.Linear and np.ndim(node.weight) > 2
+
+
+def single(node: Any) -> Any:
+    """Return `node`, or a copy of a linear layer of stacked weights that raises when called."""
+    return with_class(node, _Single) if _is_stacked(node) else node
+
+
+def with_class(module: Any, cls: type) -> Any:
+    """Return a module as an instance of a subclass of its class."""
     # Modules are frozen and their constructors draw weights: the fields are copied instead.
-    single = object.__new__(_Single)
-    vars(single).update(vars(layer))
-    return single
+    copy = object.__new__(cls)
+    vars(copy).update(vars(module))
+    return copy
 
 
 def separate_state(model: Any) -> tuple[Any, list[Any]]:
@@ -63,14 +73,7 @@ def called(model: Any, example: Any) -> Any:
     """Return the outputs of a model, or of a pair (model, state), in inference mode."""
     module, states = separate_state(model)
 
-    # Equinox's layer multiplies stacked weights without an error.
-    def is_stacked(node):
-        is_linear = getattr(type(node), "unnamed", type(node)) is eqx.nn.Linear
-        return is_linear and np.ndim(node.weight) > 2
-
-    module = jax.tree.map(
-        lambda node: _single(node) if is_stacked(node) else node, module, is_leaf=is_stacked
-    )
+    module = jax.tree.map(single, module, is_leaf=_is_stacked)
     function: Any = module
     if isinstance(module, eqx.Module):
         function = eqx.nn.inference_mode(module)
@@ -95,7 +98,6 @@ def parameters_in(model: Any, where: Any = None) -> Any:
 
     `where` selects some of the parameters, as in `eqx.tree_at`.
     """
-
     mask = parameter_mask(model)
     if where is not None:
         empty_mask = jax.tree.map(lambda _: False, mask)
@@ -144,14 +146,12 @@ class Program(NamedTuple):
         layers: Names of the layers that hold them.
         leaves: These arrays.
         run: Function from such arrays and an example to output arrays.
-        front: Keys that all paths share, and names leave out.
     """
 
     paths: list[str]
     layers: list[str]
     leaves: list[Any]
     run: Callable[[list[Any], Any], list[Any]]
-    front: tuple[Any, ...]
 
 
 def program_of(model: Any, call: Call | None) -> Program:
@@ -161,9 +161,18 @@ def program_of(model: Any, call: Call | None) -> Program:
     paths = [jax.tree_util.keystr(path) for path, _ in leaf_pairs]
     leaves = [leaf for _, leaf in leaf_pairs]
 
+    apply = called if call is None else call
+    run = functools.partial(_run, apply, tree, constants)
+    layers, _ = layers_of_arrays(model)
+    return Program(paths, layers, leaves, run)
+
+
+def layers_of_arrays(model: Any) -> tuple[list[str], tuple[Any, ...]]:
+    """Return the layers of a model's floating-point arrays, and keys that their names leave out."""
+    arrays = eqx.filter(model, eqx.is_inexact_array)
+    leaf_pairs, _ = jax.tree_util.tree_flatten_with_path(arrays)
     # Names are the same with and without a state.
-    has_state = isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State)
-    num_skipped = int(has_state or isinstance(model, FunctionModel))
+    num_skipped = int(isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State))
     keys = []
     matrices = set()
     for path, leaf in leaf_pairs:
@@ -173,11 +182,7 @@ def program_of(model: Any, call: Call | None) -> Program:
         keys.append(path)
         if np.size(leaf) > max(np.shape(leaf), default=1):
             matrices.add(path)
-
-    apply = called if call is None else call
-    run = functools.partial(_run, apply, tree, constants)
-    layers, front = _layers_of(keys, matrices)
-    return Program(paths, layers, leaves, run, front)
+    return _layers_of(keys, matrices)
 
 
 def _layers_of(
