@@ -14,6 +14,7 @@ from dissociation._core.checks import fail
 from dissociation.models._program import (
     inner_program,
     layers_of_arrays,
+    num_wrappers,
     path_name,
     single,
     with_class,
@@ -118,7 +119,7 @@ def with_marks(model: Any, reader: str) -> tuple[Any, list[str]]:
     """
     names: list[str] = []
     _, front = layers_of_arrays(model)
-    num_skipped = int(isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State))
+    num_skipped = num_wrappers(model)
 
     def marked(node: Any, path: tuple[Any, ...]) -> Any:
         def is_child(child: Any) -> bool:

@@ -167,12 +167,18 @@ def program_of(model: Any, call: Call | None) -> Program:
     return Program(paths, layers, leaves, run)
 
 
+def num_wrappers(model: Any) -> int:
+    """Return the number of keys in front of each path that names leave out."""
+    # Names are the same with and without a state.
+    has_state = isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State)
+    return int(has_state or isinstance(model, FunctionModel))
+
+
 def layers_of_arrays(model: Any) -> tuple[list[str], tuple[Any, ...]]:
     """Return the layers of a model's floating-point arrays, and keys that their names leave out."""
     arrays = eqx.filter(model, eqx.is_inexact_array)
     leaf_pairs, _ = jax.tree_util.tree_flatten_with_path(arrays)
-    # Names are the same with and without a state.
-    num_skipped = int(isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State))
+    num_skipped = num_wrappers(model)
     keys = []
     matrices = set()
     for path, leaf in leaf_pairs:
