@@ -1,5 +1,6 @@
 """Tables of one measure for all pairs of representations."""
 
+import itertools
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
@@ -263,6 +264,18 @@ def _assembled(
     return assembled
 
 
+def _blocks_of(steps: Sequence[Step], number: int) -> list[np.ndarray]:
+    """Return the rows that each choice of the steps "blocks" leaves out."""
+    blocks = []
+    for task, choices in steps:
+        if task == "blocks":
+            for rows in choices:
+                is_left_out = np.ones(number, bool)
+                is_left_out[rows] = False
+                blocks.append(np.flatnonzero(is_left_out))
+    return blocks
+
+
 def tables(
     measure: Measure,
     form: Form,
@@ -285,6 +298,7 @@ def tables(
     labels = form.labels_of(number)
     widths = [array.shape[2] for array in arrays]
     num_items = sum(map(len, arrays))
+    leave_outs = form.leave_outs
     form = of_sizes(form, number, max(widths), min(widths), items=num_items, pairs=num_pairs)
 
     if budget is None:
@@ -302,11 +316,29 @@ def tables(
     symmetric = measure.symmetric and is_within
     table = partial(_assembled, form, rows, columns, labels, symmetric)
 
+    blocks = _blocks_of(steps, number)
+    without_blocks: Any = None
+    over_features = len(blocks) * (num_items * max(widths) + num_pairs * min(widths))
+    # Of one pair the direct way takes less to compile.
+    if leave_outs is not None and num_pairs > 1 and number * num_items < over_features:
+        others = None if is_within else second.arrays
+        tables_of_stacks = leave_outs(first.arrays, others, blocks)
+        rows_of_stacks = np.concatenate(first.indices)
+        columns_of_stacks = np.concatenate(second.indices)
+        ordered = np.empty_like(tables_of_stacks)
+        ordered[(slice(None), *np.ix_(rows_of_stacks, columns_of_stacks))] = tables_of_stacks
+        without_blocks = iter(ordered)
+
     num_done = 0
     results = []
     counts = [1 if choices is None else len(choices) for _, choices in steps]
     with closing(open_meter(progress, sum(counts), measure.name)) as meter:
         for (task, choices), count in zip(steps, counts, strict=True):
+            if task == "blocks" and without_blocks is not None:
+                results.append(np.stack(list(itertools.islice(without_blocks, count))))
+                num_done += count
+                meter.advance(num_done, task)
+                continue
             size = min(count, max(SMALLEST_CHUNK, -(-count // CHUNKS)))
             chunks = []
             for start in range(0, count, size):
