@@ -91,10 +91,10 @@ def load_state(
         has_same_kind = number_kind(array.dtype) == number_kind(leaf.dtype)
         if has_same_kind and jnp.promote_types(array.dtype, leaf.dtype) != leaf.dtype:
             narrowed.append(f"{name} from {array.dtype} to {leaf.dtype}")
-        array = array.reshape(leaf.shape)
+        array = array.reshape(leaf.shape).astype(leaf.dtype, copy=False)
         if isinstance(leaf, np.ndarray):
-            return array.astype(leaf.dtype)
-        return to_device(array, leaf.dtype)
+            return array
+        return jax.block_until_ready(jax.device_put(array, may_alias=False))
 
     model = jax.tree.map(loaded, names, like)
     if any(map(_is_abstract, jax.tree.leaves(model))):

@@ -130,6 +130,8 @@ TESTED_BY["dissociation._core.frames"] = [
 ]
 TESTED_BY["dissociation._core.columns"] = ["koopman/test_frames.py", "koopman/test_pairs.py"]
 TESTED_BY["dissociation.training._interrupts"] = ["dissociation/test_interrupts.py"]
+TESTED_BY["dissociation.data._weights"] = ["dissociation/test_weights.py"]
+TESTED_BY["dissociation.models._function"] = ["dissociation/test_function_model.py"]
 TESTED_BY["dissociation._core.memory"] = ["dissociation/test_memory.py"]
 TESTED_BY["dissociation._core.lazy"] = ["test_packaging.py"]
 TESTED_BY["koopman._operators._numerics"] = ["koopman/test_operators.py"]
