@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,6 +23,9 @@ from dissociation.similarity._measures import MEASURES, as_measure
 from dissociation.similarity._orders import units_of
 from dissociation.similarity._tables import Step, tables
 from dissociation.training._progress import MeterFactory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DEFAULT_BLOCKS = 20
 """Number of blocks of samples for one pair, if there are as many samples."""
@@ -130,6 +133,35 @@ class Similarities(Result):
         above = self.high.reshape(-1) - middle
         return middle, jnp.stack([below, above])
 
+    def plot(self) -> "Figure":
+        """Return a figure of the table and of the best match of each item, both ways.
+
+        Dots mark the best match of each row, and squares that of each column. Items of one set are
+        not matched with themselves.
+        """
+        from dissociation.plotting import _matches as drawing  # matplotlib takes a second
+        from dissociation.plotting._axes import house_style
+
+        optional = {}
+        values = self.values if self.estimate is None else self.estimate
+        fields = {"estimate": values, "low": self.low, "high": self.high, "chance": self.baseline}
+        for name, table in fields.items():
+            optional[name] = None
+            if table is not None:
+                optional[name] = np.atleast_2d(np.array(table, float))
+        if self.items == self.others:
+            np.fill_diagonal(optional["estimate"], np.nan)
+        listed = MEASURES.get(self.measure)
+        tables = drawing.Tables(
+            rows=_titles(self.items),
+            columns=_titles(self.others),
+            measure=self.measure,
+            larger_is_closer=listed is None or listed.larger_is_closer,
+            **optional,
+        )
+        with house_style():
+            return drawing.draw_matches(tables)
+
     def between(self, layer: str, other: str | None = None) -> Array:
         """Return the values of one layer's members with another's, [members, members].
 
@@ -167,6 +199,15 @@ class Similarities(Result):
         values[np.tril_indices(len(values))] = np.nan
         values = inference.adjust_p_values(values, method)
         return np.fmax(values, values.T)
+
+
+def _titles(labels: Labels) -> list[str]:
+    """Return the layer of each item, with its member if there are several."""
+    titles = []
+    for layer, member in labels:
+        is_alone = (layer, 1) not in labels
+        titles.append(layer if is_alone and layer else f"{layer} {member}".strip())
+    return titles
 
 
 def _indices_of(argument: str, layer: str, labels: Sequence[tuple[str, int]]) -> list[int]:
