@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,9 @@ _DTYPES = {
     "C64": "complex64",
 }
 """Data types by their names in `.safetensors` files."""
+
+
+Stream = IO[bytes] | io.BufferedIOBase
 
 
 class StoredArray(NamedTuple):
@@ -120,7 +123,7 @@ class StoredArray(NamedTuple):
         return selection
 
     @contextmanager
-    def _opened(self) -> Iterator[io.BufferedIOBase]:
+    def _opened(self) -> Iterator[Stream]:
         """Open the file, or its member, at the first number."""
         with reading(self.path, "", f"is broken at {self.name}"), open(self.path, "rb") as file:
             if self.member is None:
@@ -131,7 +134,7 @@ class StoredArray(NamedTuple):
                 stream.read(self.offset)
                 yield stream
 
-    def _next(self, stream: io.BufferedIOBase, shape: tuple[int, ...]) -> np.ndarray:
+    def _next(self, stream: Stream, shape: tuple[int, ...]) -> np.ndarray:
         """Return the next numbers of a stream as an array."""
         contents = bytearray(math.prod(shape) * self.dtype.itemsize)
         with memoryview(contents) as view:
@@ -255,7 +258,7 @@ def _npy_arrays(path: Path) -> dict[str, StoredArray]:
     return {array.name: array}
 
 
-def _described(path: Path, name: str, stream: io.BufferedIOBase, size: int) -> StoredArray:
+def _described(path: Path, name: str, stream: Stream, size: int) -> StoredArray:
     """Return the array of a stream of `size` bytes in the format of `.npy`, from its header."""
     version = np.lib.format.read_magic(stream)
     read_header = np.lib.format.read_array_header_2_0

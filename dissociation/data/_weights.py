@@ -106,7 +106,7 @@ def load_state(
 
 def _renamed(arrays: Mapping[str, StoredArray], rename: Rename | None) -> dict[str, StoredArray]:
     """Return arrays by names of the model, without those that are left out."""
-    name_of = rename
+    name_of: Any = rename
     if not callable(rename):
         name_of = functools.partial(_name_by_patterns, rename or {})
     renamed = {}
@@ -141,7 +141,7 @@ def _named(model: Any) -> tuple[Any, Any]:
     module, state = model
     values, markers = state.tree_flatten()
     value_of_marker = dict(zip(markers, values, strict=True))
-    name_of_marker = dict.fromkeys(markers, "")
+    name_of_marker: dict[Any, Any] = dict.fromkeys(markers, "")
     norms = jax.tree_util.tree_leaves_with_path(module, is_leaf=_is_norm)
     for path, norm in filter(lambda pair: _is_norm(pair[1]), norms):
         prefix = jax.tree_util.keystr((*path, ""), simple=True, separator=".")
