@@ -184,7 +184,8 @@ def _refusal_of_pickle(path: Path) -> str:
     """Return an error with the lines of PyTorch that convert a file."""
     target = path.with_suffix(".safetensors").name
     load = f'torch.load("{path.name}", map_location="cpu", weights_only=True)'
-    save = f'safetensors.torch.save_file({{n: a.clone() for n, a in {load}.items()}}, "{target}")'
+    arrays = f"{{n: a.clone().contiguous() for n, a in {load}.items()}}"
+    save = f'safetensors.torch.save_file({arrays}, "{target}")'
     return (
         f"{path} is a pickle, which could run code when it is read. Convert it with PyTorch: "
         f"import torch, safetensors.torch; {save}"
@@ -320,8 +321,9 @@ def _safetensors_arrays(path: Path) -> dict[str, StoredArray]:
 
 def natural_order(name: str) -> list[Any]:
     """Return a key that sorts "layer.2" before "layer.10"."""
-    words = re.split(r"(\d+)", name)
-    return [(word.isdecimal(), int(word) if word.isdecimal() else word) for word in words]
+    words: list[Any] = re.split(r"(\d+)", name)
+    words[1::2] = map(int, words[1::2])  # text and digits alternate
+    return words
 
 
 def _shards(index: Path) -> dict[str, StoredArray]:
