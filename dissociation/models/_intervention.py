@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dissociation._core.checks import fail
+from dissociation._core.checks import fail, fail_kind
+from dissociation._core.conversion import describe
 from dissociation._core.validation import validated
 from dissociation.models._module_values import fail_unknown, holds_marks, is_mark, with_marks
 from dissociation.models._program import (
@@ -148,9 +149,7 @@ def _takes_iteration(function: Callable[..., Any]) -> bool:
 
 
 @validated
-def intervene(
-    model: Any, functions: Mapping[str, Callable[..., Any]], *, call: Call | None = None
-) -> Intervened:
+def intervene(model: Any, functions: Mapping[str, Any], *, call: Call | None = None) -> Intervened:
     """Return a model in which functions replace values that its modules return.
 
     The model's outputs follow from the replaced values, as in activation patching. With the
@@ -184,7 +183,9 @@ def intervene(
         functions = model.functions | functions
         model = model.model
     _, names = with_marks(model, READER)
-    for name in functions:
+    for name, function in functions.items():
+        if not callable(function):
+            fail_kind(f"functions[{name!r}]", "be a function of a value", describe(function))
         layer = re.match(r"(.*\(\))(:\d+)?", name)
         if layer is None or layer[1] not in names:
             fail_unknown("functions", name, names)

@@ -102,7 +102,8 @@ def _named_class(base: type, layer: str, reader: str) -> type:
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = super(named, self).__call__(*args, **kwargs)
+        inherited: Any = super(named, self)
+        outputs = inherited.__call__(*args, **kwargs)
         return _marked(outputs, layer, reader)
 
     attributes = {"__call__": call}

@@ -180,14 +180,24 @@ def layers_of_arrays(model: Any) -> tuple[list[str], tuple[Any, ...]]:
     leaf_pairs, _ = jax.tree_util.tree_flatten_with_path(arrays)
     num_skipped = num_wrappers(model)
     keys = []
-    matrices = set()
+    rank_of_matrix = {}
     for path, leaf in leaf_pairs:
         # Flax wraps each array in an object with the attribute `value`.
         is_wrapped = path and str(path[-1]) == ".value"
-        path = path[num_skipped : -1 if is_wrapped else None]
+        path = path[num_skipped:]
+        if is_wrapped:
+            name = getattr(path[-2], "name", None)
+            last = path[-2] if name is None else jax.tree_util.DictKey(name)
+            path = (*path[:-2], last)
         keys.append(path)
         if np.size(leaf) > max(np.shape(leaf), default=1):
-            matrices.add(path)
+            rank_of_matrix[path] = np.ndim(leaf)
+
+    # Biases of several heads or of stacked layers have fewer axes than the weights beside them.
+    largest_ranks: dict[tuple[Any, ...], int] = {}
+    for path, rank in rank_of_matrix.items():
+        largest_ranks[path[:-1]] = max(rank, largest_ranks.get(path[:-1], 0))
+    matrices = {path for path, rank in rank_of_matrix.items() if rank == largest_ranks[path[:-1]]}
     return _layers_of(keys, matrices)
 
 
@@ -323,7 +333,7 @@ class Walk:
 
     @abstractmethod
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
-        """Return an operation's results and their mark."""
+        """Return an operation's results and their mark, or a list of marks."""
 
     def enters(self, equation: Any, marks: list[Any]) -> bool:
         """Return True if the walk follows the program that an operation calls."""
@@ -353,7 +363,8 @@ class Walk:
                 outputs = self.run(inner.jaxpr, inner.consts, values, input_marks)
             else:
                 results, mark = self.at(equation, values, input_marks)
-                outputs = [(result, mark) for result in results]
+                marks_of_results = mark if isinstance(mark, list) else [mark] * len(results)
+                outputs = list(zip(results, marks_of_results, strict=True))
             env |= dict(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 

@@ -1,6 +1,6 @@
 """Walk through a model's program that records hidden layers and the values of modules."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -53,7 +53,7 @@ class Record(NamedTuple):
     num_loops: int = 0
 
 
-def record_names(records: Sequence[Record], taken: Container[str]) -> list[str]:
+def record_names(records: Sequence[Record], taken: Iterable[str]) -> list[str]:
     """Return names that differ from each other and from `taken`."""
     names = [""] * len(records)
     unavailable = set(taken)
@@ -110,7 +110,7 @@ class Recorder(Walk):
         return inner is not None and holds_marks(inner.jaxpr, READER)
 
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
-        """Return an operation's results and their mark."""
+        """Return an operation's results and their mark, or a list of marks."""
         if is_mark(equation, READER):
             self._record_value(equation.params, values[0], marks[0])
             return values, marks[0]
@@ -126,9 +126,8 @@ class Recorder(Walk):
                 self._record_activity(equation, values, marks, sides.index("both"))
 
         if name == "scan" and self._holds_layers(equation, marks):
-            results = self._in_loop(equation, values, marks)
-        else:
-            results = bound(equation, values)
+            return self._in_loop(equation, values, marks)
+        results = bound(equation, values)
         known_marks = [mark for mark in marks if mark is not None]
         if not known_marks:
             return results, None
@@ -176,8 +175,10 @@ class Recorder(Walk):
             record = record._replace(value=None)
         self.records.append(record)
 
-    def _in_loop(self, equation: Any, values: list[Any], marks: list[Any]) -> list[Any]:
-        """Return the results of a `scan`, and record values of all iterations."""
+    def _in_loop(
+        self, equation: Any, values: list[Any], marks: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the results of a `scan` and their marks, and record values of all iterations."""
         params = parameters(equation)
         num_fixed = params["num_consts"] + params["num_carry"]
         program = params["jaxpr"]
@@ -202,7 +203,7 @@ class Recorder(Walk):
             results, out_marks[:], _ = walk(operands)
             return results
 
-        is_settled = params["num_carry"] == 0
+        is_settled = False
         while not is_settled:
             jax.eval_shape(trace_marks, *program.in_avals)
             is_settled = True
@@ -213,8 +214,8 @@ class Recorder(Walk):
 
         records: list[Record] = []
 
-        def body(operands: list[Any], _: Array) -> tuple[list[Any], dict[int, Any]]:
-            results, _, walker = walk(operands)
+        def body(operands: list[Any], iteration: Array) -> tuple[list[Any], dict[int, Any]]:
+            results, *_, walker = walk(operands)
             records[:] = walker.records
             selected = {}
             for index, record in enumerate(records):
@@ -227,7 +228,9 @@ class Recorder(Walk):
             value = stacked.get(index)
             record = record._replace(value=value, num_loops=record.num_loops + 1)
             self.records.append(record)
-        return results
+        # The axis of features would be a guess.
+        result_marks = [mark and mark._replace(recorded=[], axis=None) for mark in out_marks]
+        return results, result_marks
 
 
 def _slice_mark(mark: Mark | None) -> Mark | None:

@@ -95,7 +95,7 @@ def layer_named(argument: str, name: str, layers: Iterable[str]) -> str:
     names = list(dict.fromkeys(layers))
     if name in names:
         return name
-    hidden = [layer for layer in names if layer != "logits"]
+    hidden = [layer for layer in names if layer != "logits" and "()" not in layer]
     if name == "features" and hidden and "logits" in names:
         return hidden[-1]
     fail(argument, f"be one of {', '.join(map(repr, names))}", repr(name))
@@ -186,7 +186,11 @@ def layers_of(model: Any, x: Any, call: Call | None = None, at: At = None) -> La
     selected = names_at(at, jax.eval_shape(trace_layers))
     indices = [index for index, name in enumerate(record_layers) if name in selected]
     values, _ = trace.walk(frozenset(indices))
-    return Layers({name: values[name] for name in selected}, values.ranks, values.iterations)
+    for name in list(values):
+        if name not in selected:
+            del values[name]
+            values.ranks.pop(name, None)
+    return values
 
 
 class _Trace(NamedTuple):
@@ -227,9 +231,9 @@ class _Trace(NamedTuple):
         layers.ranks |= self.outputs.ranks
         layers.iterations |= self.outputs.iterations
         for name, (value, mark) in zip(self.outputs, pairs, strict=True):
-            is_known = mark is not None and mark.axis is not None
-            if is_known and not self.has_names:
-                value = jnp.moveaxis(value, mark.axis, -1)
+            axis = None if mark is None else mark.axis
+            if axis is not None and not self.has_names:
+                value = jnp.moveaxis(value, axis, -1)
                 layers.ranks[name] = value.ndim
             layers[name] = value
         return layers, names
