@@ -1,5 +1,7 @@
 """Weights that PyTorch's libraries write, in models of Equinox: outputs as NumPy computes them."""
 
+import tracemalloc
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -208,3 +210,12 @@ def test_arrays_take_the_dtype_of_the_model(tmp_path):
     for name in model:
         assert loaded[name].dtype == model[name].dtype
         np.testing.assert_array_equal(loaded[name], half.astype(loaded[name].dtype))
+
+
+def test_one_array_of_the_file_is_in_memory(tmp_path):
+    np.savez(tmp_path / "a.npz", **{name: np.zeros(2**19, np.float32) for name in "abcd"})
+    abstract = dict.fromkeys("abcd", jax.ShapeDtypeStruct((2**19,), jnp.float32))
+    tracemalloc.start()  # memory of NumPy, without that of JAX
+    load_state(abstract, tmp_path / "a.npz")
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
