@@ -33,6 +33,9 @@ ORDERS_PER_PART = 25
 TABLES = ("values", "estimate", "low", "high", "baseline", "p_values", "corrected")
 """Names of the tables [layers, other_layers]."""
 
+FEW_PRODUCTS = 10**10
+"""Number of multiplications of a comparison that takes about a second."""
+
 LEVEL = 0.9
 """Coverage of intervals."""
 
@@ -112,20 +115,24 @@ def estimated(comparison: pairs.Comparison) -> str:
     num_rows = len(comparison.first.labels)
     num_columns = len(comparison.second.labels)
     sizes = {"items": num_rows + num_columns, "pairs": num_rows * num_columns}
+    num_bytes = 3 * sum(array.nbytes for array in arrays)
+    num_evaluations = 1
+    for task, choices in comparison.steps()[1:]:
+        if task == "orders" or form.leave_outs is None:
+            num_evaluations += len(choices)
+    num_products = num_evaluations * sum(sizes.values()) * x.size * min(x.shape)
+    if num_products < FEW_PRODUCTS:
+        return announced(1, num_bytes)
+
     labels = form.labels_of(len(x))
     sized = of_sizes(form, *x.shape, x.shape[1], **sizes)
     prepare_seconds, prepared = _timed(sized.prepared, x, labels)
     compare_seconds, _ = _timed(sized.compare, prepared, prepared)
 
-    num_evaluations = 1
-    for task, choices in comparison.steps()[1:]:
-        if task == "orders" or form.leave_outs is None:
-            num_evaluations += len(choices)
     seconds = num_evaluations * prepare_seconds * sizes["items"]
     seconds += num_evaluations * compare_seconds * sizes["pairs"]
     if form.leave_outs is not None and comparison.subsets:
         seconds *= 2
-    num_bytes = 3 * sum(array.nbytes for array in arrays)
     num_bytes += sizes["items"] * sum(leaf.nbytes for leaf in jax.tree.leaves(prepared))
     return announced(seconds, num_bytes)
 
@@ -139,7 +146,7 @@ def _timed(function: Any, *arguments: Any) -> tuple[float, Any]:
     return time.perf_counter() - began, result
 
 
-def announced(seconds: float, num_bytes: float) -> str:
+def announced(seconds: float | int, num_bytes: int) -> str:
     """Return an estimate in words, and write it to the log."""
     duration = f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
     estimate = f"about {duration} and {num_bytes / 2**20:.0f} MiB"

@@ -92,7 +92,7 @@ def draw_matches(tables: Tables) -> Figure:
 
 
 def _matrix(panel: Axes, tables: Tables) -> None:
-    """Draw values of all pairs, with dots and rings on the best matches of rows and columns."""
+    """Draw values of all pairs, with dots and squares on the best matches of rows and columns."""
     estimate = tables.estimate
     low = 0.0
     high = 1.0
@@ -105,14 +105,17 @@ def _matrix(panel: Axes, tables: Tables) -> None:
     panel.figure.colorbar(image, ax=panel, shrink=0.8, pad=0.02)
 
     size = float(np.clip(60 / max(estimate.shape), 0.8, 4))
-    style: dict[str, Any] = {"linestyle": "none", "clip_on": False, "color": "red"}
+    style: dict[str, Any] = {"linestyle": "none", "clip_on": False}
     best = tables.best()
     rows = np.flatnonzero(best >= 0)
-    panel.plot(best[rows], rows, marker=".", markersize=size, **style)
+    dot: dict[str, Any] = {"marker": "o", "markerfacecolor": "white", "markeredgecolor": "black"}
+    panel.plot(best[rows], rows, markersize=size, markeredgewidth=0.4, **dot, **style)
     best_of_columns = tables.transposed().best()
     columns = np.flatnonzero(best_of_columns >= 0)
-    ring: dict[str, Any] = {"marker": "s", "markerfacecolor": "none", "markeredgewidth": 0.6}
-    panel.plot(columns, best_of_columns[columns], markersize=2 * size, **ring, **style)
+    square: dict[str, Any] = {"marker": "s", "markerfacecolor": "none", "markeredgecolor": "red"}
+    edge = 0.2 * size
+    markers = {"markersize": 2.4 * size, "markeredgewidth": edge}
+    panel.plot(columns, best_of_columns[columns], **markers, **square, **style)
     _name_ticks(panel, tables.columns, vertical=False)
     _name_ticks(panel, tables.rows, vertical=True)
     panel.set(xlabel=tables.networks[1], ylabel=tables.networks[0])
@@ -133,7 +136,8 @@ def _matches(panel: Axes, tables: Tables) -> None:
         above = np.maximum(tables.high[pairs] - estimate, 0)
         bars = np.stack([below, above])
         label = "best match, 90 % interval"
-    panel.errorbar(rows, estimate, bars, fmt="o", color=color, markersize=2.5, label=label)
+    line: dict[str, Any] = {"color": color, "markersize": 1.6, "elinewidth": 0.7}
+    panel.errorbar(rows, estimate, bars, fmt="o", capsize=1.5, label=label, **line)
     if tables.chance is not None:
         chance = tables.chance[pairs]
         panel.plot(rows, chance, "_", color="0.3", markersize=5, label="chance")
