@@ -16,6 +16,7 @@ from dissociation.models._program import (
     layers_of_arrays,
     num_wrappers,
     path_name,
+    path_text,
     single,
     with_class,
 )
@@ -79,19 +80,11 @@ def _marked(outputs: Any, layer: str, reader: str) -> Any:
     for path, leaf in pairs:
         suffix = ""
         if num_arrays > 1:
-            suffix = value_suffix(path)
+            suffix = path_text(path)
         if eqx.is_array(leaf):
             leaf = _mark().bind(leaf, layer=layer, suffix=suffix, reader=reader)
         leaves.append(leaf)
     return jax.tree.unflatten(tree, leaves)
-
-
-def value_suffix(path: tuple[Any, ...]) -> str:
-    """Return the path of one of several values as the end of a name: ".pooled" or "[0]"."""
-    text = path_name(path)
-    if text and not text.startswith("["):
-        return f".{text}"
-    return text
 
 
 @functools.cache

@@ -248,7 +248,12 @@ def path_name(path: tuple[Any, ...], front: tuple[Any, ...] = ()) -> str:
     num_front = len(front)
     if path[:num_front] == front:
         path = path[num_front:]
-    return "".join(map(_key_text, path)).lstrip(".")
+    return path_text(path).lstrip(".")
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    """Return a path as text, such as ".blocks[0].norm"."""
+    return "".join(map(_key_text, path))
 
 
 def _key_text(key: Any) -> str:

@@ -1,6 +1,6 @@
 """Walk through a model's program that records hidden layers and the values of modules."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +39,7 @@ class Record(NamedTuple):
     Attributes:
         layer: Name of the layer, without a number.
         suffix: End of the name, of one of several values of a module.
-        value: Array, with axes of iterations in front; None if it is not selected.
+        value: Array, with axes of iterations in front.
         has_features: True if features are on the last axis.
         is_activity: True for an array that weights multiply, False for a module's value.
         num_loops: Number of loops around the value.
@@ -47,7 +47,7 @@ class Record(NamedTuple):
 
     layer: str
     suffix: str
-    value: Any
+    value: Array
     has_features: bool
     is_activity: bool
     num_loops: int = 0
@@ -84,15 +84,11 @@ class Recorder(Walk):
 
     Attributes:
         layers: Name of the layer of each array of weights.
-        selected: Indices of the records whose values are needed, None for all.
-        start: Index of the first record.
         records: Records in the order of the program.
     """
 
-    def __init__(self, layers: list[str], selected: Container[int] | None = None, start: int = 0):
+    def __init__(self, layers: list[str]):
         self.layers = layers
-        self.selected = selected
-        self.start = start
         self.records: list[Record] = []
 
     def enters(self, equation: Any, marks: list[Any]) -> bool:
@@ -159,7 +155,8 @@ class Recorder(Walk):
         mark = marks[side]
         if not mark.recorded:
             value = _features_last(equation, values[side], side)
-            self._record(Record(self.layers[mark.leaf], "", value, True, True))
+            record = Record(self.layers[mark.leaf], "", value, has_features=True, is_activity=True)
+            self.records.append(record)
             mark.recorded.append(True)
 
     def _record_value(self, params: dict[str, Any], value: Array, mark: Mark | None) -> None:
@@ -167,12 +164,7 @@ class Recorder(Walk):
         # Measures must not guess an axis of features.
         is_last = mark is not None and mark.axis == value.ndim - 1
         has_features = value.ndim < 2 or is_last
-        self._record(Record(params["layer"], params["suffix"], value, has_features, False))
-
-    def _record(self, record: Record) -> None:
-        index = self.start + len(self.records)
-        if self.selected is not None and index not in self.selected:
-            record = record._replace(value=None)
+        record = Record(params["layer"], params["suffix"], value, has_features, is_activity=False)
         self.records.append(record)
 
     def _in_loop(
@@ -180,57 +172,39 @@ class Recorder(Walk):
     ) -> tuple[list[Any], list[Any]]:
         """Return the results of a `scan` and their marks, and record values of all iterations."""
         params = parameters(equation)
-        num_fixed = params["num_consts"] + params["num_carry"]
+        num_consts = params["num_consts"]
+        num_fixed = num_consts + params["num_carry"]
         program = params["jaxpr"]
-        start = self.start + len(self.records)
-        loop_marks = [_slice_mark(mark) for mark in marks[num_fixed:]]
-        loop_marks = marks[:num_fixed] + loop_marks
-
-        def walk(operands: Sequence[Any]) -> tuple[list[Any], list[Any], "Recorder"]:
-            walker = Recorder(self.layers, self.selected, start)
-            # What a walk records must not change the next.
-            fresh = [mark and mark._replace(recorded=list(mark.recorded)) for mark in loop_marks]
-            for index in range(params["num_consts"], num_fixed):
-                fresh[index] = fresh[index] and fresh[index]._replace(recorded=[])
-            pairs = walker.run(program.jaxpr, program.consts, operands, fresh)
-            results = [value for value, _ in pairs]
-            return results, [mark for _, mark in pairs], walker
-
-        # Iterations after the first know the carry from the iteration before.
-        out_marks: list[Any] = []
-
-        def trace_marks(*operands: Any) -> list[Any]:
-            results, out_marks[:], _ = walk(operands)
-            return results
-
-        is_settled = False
-        while not is_settled:
-            jax.eval_shape(trace_marks, *program.in_avals)
-            is_settled = True
-            for number, index in enumerate(range(params["num_consts"], num_fixed)):
-                mark = _carry_mark(loop_marks[index], out_marks[number])
-                is_settled = is_settled and mark == loop_marks[index]
-                loop_marks[index] = mark
-
+        loop_marks = marks[:num_fixed] + [_slice_mark(mark) for mark in marks[num_fixed:]]
+        result_marks: list[Any] = []
         records: list[Record] = []
 
-        def body(operands: list[Any], iteration: Array) -> tuple[list[Any], dict[int, Any]]:
-            results, *_, walker = walk(operands)
+        def walk(operands: Sequence[Any]) -> list[Any]:
+            walker = Recorder(self.layers)
+            # What a walk records must not change the next.
+            fresh = [mark and mark._replace(recorded=list(mark.recorded)) for mark in loop_marks]
+            pairs = walker.run(program.jaxpr, program.consts, operands, fresh)
             records[:] = walker.records
-            selected = {}
-            for index, record in enumerate(records):
-                if record.value is not None:
-                    selected[index] = record.value
-            return results, selected
+            result_marks[:] = [mark for _, mark in pairs]
+            return [value for value, _ in pairs]
+
+        def body(operands: list[Any], iteration: Array) -> tuple[list[Any], list[Array]]:
+            results = walk(operands)
+            return results, [record.value for record in records]
+
+        # Iterations after the first get the marks of the iteration before.
+        is_settled = False
+        while not is_settled:
+            jax.eval_shape(lambda *operands: walk(operands), *program.in_avals)
+            carry_marks = list(map(_carry_mark, loop_marks[num_consts:num_fixed], result_marks))
+            is_settled = carry_marks == loop_marks[num_consts:num_fixed]
+            loop_marks[num_consts:num_fixed] = carry_marks
 
         results, stacked = run_loop(equation, values, body)
-        for index, record in enumerate(records):
-            value = stacked.get(index)
-            record = record._replace(value=value, num_loops=record.num_loops + 1)
-            self.records.append(record)
+        for record, value in zip(records, stacked, strict=True):
+            self.records.append(record._replace(value=value, num_loops=record.num_loops + 1))
         # The axis of features would be a guess.
-        result_marks = [mark and mark._replace(recorded=[], axis=None) for mark in out_marks]
-        return results, result_marks
+        return results, [mark and mark._replace(recorded=[], axis=None) for mark in result_marks]
 
 
 def _slice_mark(mark: Mark | None) -> Mark | None:
@@ -245,15 +219,14 @@ def _slice_mark(mark: Mark | None) -> Mark | None:
 
 def _carry_mark(entry: Mark | None, result: Mark | None) -> Mark | None:
     """Return the mark of a carry that enters a loop, and of an iteration's result, as one."""
-    if entry is None or result is None:
-        return entry or result
-    mark = entry
-    # Weights outside of the loop name a hidden layer that enters it.
-    if entry.kind != result.kind and entry.kind != "both":
-        mark = result._replace(kind="both")
-    if entry.axis != result.axis:
-        mark = mark._replace(axis=None)
-    return mark._replace(recorded=[])
+    mark = entry or result
+    if entry is not None and result is not None:
+        # Weights outside of the loop name a hidden layer that enters it.
+        if entry.kind != result.kind and entry.kind != "both":
+            mark = result._replace(kind="both")
+        if entry.axis != result.axis:
+            mark = mark._replace(axis=None)
+    return mark and mark._replace(recorded=[])
 
 
 def _features_last(equation: Any, value: Array, side: int) -> Array:

@@ -4,8 +4,8 @@ import fnmatch
 import functools
 import types
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -16,8 +16,15 @@ from jaxtyping import Array, Float
 from dissociation._core.checks import check_takes, fail, fail_kind, is_traced
 from dissociation._core.conversion import as_examples, describe
 from dissociation._core.validation import validated
-from dissociation.models._module_values import fail_unknown, value_suffix, with_marks
-from dissociation.models._program import Call, called, evaluated, program_of, separate_state
+from dissociation.models._module_values import fail_unknown, with_marks
+from dissociation.models._program import (
+    Call,
+    called,
+    evaluated,
+    path_text,
+    program_of,
+    separate_state,
+)
 from dissociation.models._recorder import READER, Mark, Record, Recorder, record_names
 from dissociation.training._members import count
 
@@ -150,13 +157,6 @@ def representations_of_example(model: Any, x: Any) -> dict[str, Array]:
     return layers_of(model, x)
 
 
-def _has_method(model: Any) -> bool:
-    """Return True if a model names its representations, by a method or a registered function."""
-    dispatch = representations_of_example.dispatch
-    is_registered = dispatch(type(model)) is not dispatch(object)
-    return is_registered or callable(getattr(model, "representations", None))
-
-
 At = str | Sequence[str] | Callable[[str, tuple[int, ...]], Any] | None
 """Patterns of names, or a function of a name and a shape."""
 
@@ -167,94 +167,43 @@ def layers_of(model: Any, x: Any, call: Call | None = None, at: At = None) -> La
     Without `at`, these are the arrays that weights multiply, and the outputs. Otherwise values that
     modules return are among them, and representations that the model names.
     """
-    if at is None:
-        return _trace(model, x, call or called).walk()[0]
-    has_names = call is None and _names_layers(model)
+    has_names = at is not None and call is None and _names_layers(model)
     function = call or called
     if has_names:
         function = representations_of_example
-    model, _ = with_marks(model, READER)
-    trace = _trace(model, x, function, has_names=has_names)
-
-    # Loops would store values that are not selected.
-    record_layers: list[str] = []
-
-    def trace_layers() -> Layers:
-        shapes, record_layers[:] = trace.walk()
-        return shapes
-
-    selected = names_at(at, jax.eval_shape(trace_layers))
-    indices = [index for index, name in enumerate(record_layers) if name in selected]
-    values, _ = trace.walk(frozenset(indices))
-    for name in list(values):
-        if name not in selected:
-            del values[name]
-            values.ranks.pop(name, None)
-    return values
-
-
-class _Trace(NamedTuple):
-    """A traced model.
-
-    Attributes:
-        program: Closed jaxpr of weights and an example.
-        layers: Name of the layer of each array of weights.
-        leaves: Arrays of weights.
-        inputs: Arrays of the example.
-        outputs: Outputs by name.
-        has_names: True if the model names its layers, which are its outputs.
-    """
-
-    program: Any
-    layers: list[str]
-    leaves: list[Any]
-    inputs: list[Any]
-    outputs: Layers
-    has_names: bool
-
-    def walk(self, selected: Container[int] | None = None) -> tuple[Layers, list[str]]:
-        """Return layers and outputs, and the names of all records.
-
-        Values of records are left out if their index is not in `selected`.
-        """
-        marks = [Mark("weights", [], 0, leaf) for leaf in range(len(self.leaves))]
-        marks += [Mark("input", [], -1, 0) for _ in self.inputs]
-        recorder = Recorder(self.layers, selected)
-        operands = [*self.leaves, *self.inputs]
-        pairs = recorder.run(self.program.jaxpr, self.program.consts, operands, marks)
-
-        names = record_names(recorder.records, self.outputs)
-        layers = Layers({})
-        for name, record in zip(names, recorder.records, strict=True):
-            if record.value is not None and not (self.has_names and record.is_activity):
-                _add_record(layers, name, record)
-        layers.ranks |= self.outputs.ranks
-        layers.iterations |= self.outputs.iterations
-        for name, (value, mark) in zip(self.outputs, pairs, strict=True):
-            axis = None if mark is None else mark.axis
-            if axis is not None and not self.has_names:
-                value = jnp.moveaxis(value, axis, -1)
-                layers.ranks[name] = value.ndim
-            layers[name] = value
-        return layers, names
-
-
-def _trace(model: Any, x: Any, function: Call, *, has_names: bool = False) -> _Trace:
-    """Trace a function of a model and an example."""
+    if at is not None:
+        model, _ = with_marks(model, READER)
     outputs = Layers({})
 
     def apply(model: Any, example: Any) -> Any:
         nonlocal outputs
-        results = function(model, example)
-        if has_names:
-            outputs = results if isinstance(results, Layers) else Layers(results)
-        else:
-            outputs = _named_outputs(results)
+        outputs = _named_outputs(function(model, example), has_names=has_names)
         return outputs
 
-    _, layers, leaves, run = program_of(model, apply)
-    program = jax.make_jaxpr(run)(leaves, x)
-    return _Trace(program, layers, leaves, jax.tree.leaves(x), outputs, has_names)
+    _, weight_layers, leaves, run = program_of(model, apply)
+    traced = jax.make_jaxpr(run)(leaves, x)
+    inputs = jax.tree.leaves(x)
+    marks = [Mark("weights", [], 0, leaf) for leaf in range(len(leaves))]
+    marks += [Mark("input", [], -1, 0) for _ in inputs]
+    recorder = Recorder(weight_layers)
+    pairs = recorder.run(traced.jaxpr, traced.consts, [*leaves, *inputs], marks)
+
+    layers = Layers({}, outputs.ranks, outputs.iterations)
+    names = record_names(recorder.records, outputs)
+    for name, record in zip(names, recorder.records, strict=True):
+        if not (has_names and record.is_activity):
+            _add_record(layers, name, record)
+    for name, (value, mark) in zip(outputs, pairs, strict=True):
+        axis = None if mark is None else mark.axis
+        if axis is not None and not has_names:
+            value = jnp.moveaxis(value, axis, -1)
+            layers.ranks[name] = value.ndim
+        layers[name] = value
+    if at is None:
+        return layers
+    selected = names_at(at, layers)
+    ranks = {name: layers.ranks[name] for name in selected if name in layers.ranks}
+    return Layers({name: layers[name] for name in selected}, ranks, layers.iterations)
 
 
 def _add_record(layers: Layers, name: str, record: Record) -> None:
@@ -269,13 +218,22 @@ def _add_record(layers: Layers, name: str, record: Record) -> None:
 
 def _names_layers(model: Any) -> bool:
     """Return True if a model names its representations, by a method or a registered function."""
+    has_method = callable(getattr(model, "representations", None))
+    return has_method or _is_registered(model)
+
+
+def _is_registered(model: Any) -> bool:
     dispatch = representations_of_example.dispatch
-    is_registered = dispatch(type(model)) is not dispatch(object)
-    return is_registered or callable(getattr(model, "representations", None))
+    return dispatch(type(model)) is not dispatch(object)
 
 
-def _named_outputs(outputs: Any) -> Layers:
-    """Return output arrays: "logits", or several as "outputs.pooled" and "outputs[0]"."""
+def _named_outputs(outputs: Any, *, has_names: bool = False) -> Layers:
+    """Return output arrays: "logits", or several as "outputs.pooled" and "outputs[0]".
+
+    If the model names its layers, return them.
+    """
+    if has_names:
+        return outputs if isinstance(outputs, Layers) else Layers(outputs)
 
     # The state of a model is no output.
     def is_state(node: Any) -> bool:
@@ -285,7 +243,7 @@ def _named_outputs(outputs: Any) -> Layers:
     arrays = {}
     for path, leaf in pairs:
         if eqx.is_array(leaf):
-            arrays[f"outputs{value_suffix(path)}"] = leaf
+            arrays[f"outputs{path_text(path)}"] = leaf
     if not arrays:
         fail_kind("model", "return arrays", describe(outputs))
     if len(arrays) == 1:
@@ -356,8 +314,7 @@ def representations(model: Any, inputs: Any, at: At = None, *, call: Call | None
     elif at is not None and not isinstance(at, str):
         at = tuple(at)
     # Registered functions and closures may refer to what changes.
-    dispatch = representations_of_example.dispatch
-    may_cache = dispatch(type(model)) is dispatch(object) and _is_constant(call)
+    may_cache = not _is_registered(model) and _is_constant(call)
     return evaluated(_representations, model, inputs, at, call, may_cache=may_cache)
 
 
@@ -378,8 +335,7 @@ def _representations(model: Any, inputs: Any, at: At, call: Call | None) -> Laye
 def _layers_of_example(model: Any, at: At, call: Call | None, x: Any) -> Layers:
     if call is not None or at is not None:
         return layers_of(model, x, call, at)
-    arrays = representations_of_example(model, x)
-    return arrays if isinstance(arrays, Layers) else Layers(arrays)
+    return _named_outputs(representations_of_example(model, x), has_names=True)
 
 
 @validated
@@ -405,16 +361,14 @@ class LayerShapes(dict[str, jax.ShapeDtypeStruct]):
     """Shapes and dtypes of the layers of one example by name, printed as a table."""
 
     def __repr__(self) -> str:
-        rows = [("layer", "shape", "dtype", "bytes per example")]
-        for name, struct in self.items():
+        width = max(map(len, self), default=0)
+        shapes = [str(struct.shape) for struct in self.values()]
+        shape_width = max(map(len, shapes), default=0)
+        lines = [f"{'layer':<{width}}  {'shape':<{shape_width}}  {'dtype':<8}  bytes per example"]
+        for (name, struct), shape in zip(self.items(), shapes, strict=True):
             num_bytes = struct.size * struct.dtype.itemsize
-            rows.append((name, str(struct.shape), str(struct.dtype), f"{num_bytes:,}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for row in rows:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-            cells[-1] = row[-1].rjust(widths[-1])
-            lines.append("  ".join(cells))
+            cells = f"{name:<{width}}  {shape:<{shape_width}}  {struct.dtype!s:<8}"
+            lines.append(f"{cells}  {num_bytes:>17,}")
         return "\n".join(lines)
 
 

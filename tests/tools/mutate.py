@@ -103,6 +103,12 @@ TESTED_BY = {
     "dissociation.figures._eigenvector_measures": ["dissociation/test_eigenvectors.py"],
     "dissociation.figures._members": ["dissociation/test_figures.py"],
     "koopman.figures._ordered_mnist_models": ["koopman/test_figures.py"],
+    "dissociation.models._recorder": [
+        "dissociation/test_layers_by_name.py",
+        "dissociation/test_representations.py",
+    ],
+    "dissociation.models._module_values": ["dissociation/test_layers_by_name.py"],
+    "dissociation.models._intervention": ["dissociation/test_layers_by_name.py"],
     "dissociation.bilinear._certificate": ["dissociation/test_spectral_certificate.py"],
     "dissociation._core.results": [
         "dissociation/test_results.py",
