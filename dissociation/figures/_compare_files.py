@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from dissociation._core import checks
 from dissociation._core.array_files import StoredArray, open_arrays
 from dissociation._core.checks import fail
 from dissociation._core.files import RefusedFile
@@ -88,7 +87,9 @@ class Network:
                 if len(features) != len(rows):
                     rows_of_features = np.repeat(rows, self.mask[rows].sum(1))  # pyright: ignore
                 row = rows_of_features[np.argmin(is_finite)]
-                fail(self.name, "hold finite numbers", f"NaN or infinity in {layer.name}, row {row}")
+                fail(
+                    self.name, "hold finite numbers", f"NaN or infinity in {layer.name}, row {row}"
+                )
             yield features.reshape(-1, features.shape[-1]) if flat else features
             start += len(block)
 
@@ -109,11 +110,11 @@ class Network:
         if self.positions == "mean":
             weights = mask[..., None].astype(block.dtype)
             # Padding may hold anything, NaN included.
-            total = np.sum(np.where(mask[..., None], block, 0), 1)
+            total = np.sum(np.where(mask[..., None], block, 0), axis=1)
             return total / weights.sum(1)
         index = np.argmax(mask, 1)
         if self.positions == "last":
-            index = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], 1)
+            index = len(mask[0]) - 1 - np.argmax(mask[:, ::-1], 1)
         return block[np.arange(number), index]
 
 
@@ -229,9 +230,7 @@ def _check_positions(network: Network, command: str) -> None:
     for layer, array in network.layers.items():
         num_axes = len(array.shape)
         has_positions = num_axes > 2
-        if has_positions and (
-            positions is None or (positions != "neurons" and channels is None)
-        ):
+        if has_positions and (positions is None or (positions != "neurons" and channels is None)):
             height = array.shape[-2]
             is_image = num_axes == 4 and height == array.shape[-1]
             choice = channels or ("first" if is_image else "last")
@@ -266,7 +265,8 @@ def _read_mask(network: Network, stored: StoredArray) -> np.ndarray | None:
             fail(name, requirement, mask.shape[1])
     is_empty = ~mask.any(1)
     if is_empty.any():
-        fail(name, "hold a `mask` that leaves a position to each sample", f"none in row {np.argmax(is_empty)}")
+        requirement = "hold a `mask` that leaves a position to each sample"
+        fail(name, requirement, f"none in row {np.argmax(is_empty)}")
     return None if mask.all() else mask
 
 
@@ -385,7 +385,7 @@ def read_layers(networks: Sequence[Network], *, in_memory: bool) -> np.ndarray:
             blocks = []
             for block in network.batches(layer, rows_per_block(layer)):
                 digest.update(f"{network.name} {name} {block.dtype} {block.shape}".encode())
-                digest.update(np.ascontiguousarray(block))
+                digest.update(np.ascontiguousarray(block).data)
                 if in_memory:
                     blocks.append(block)
             if in_memory:

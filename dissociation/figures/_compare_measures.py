@@ -64,7 +64,7 @@ def compare_in_memory(config: Any, key: Array, networks: list[Network], cache: C
             members=False,
             options={},
         )
-        steps = {"all": [("all", None)]}
+        steps: dict[str, list[Any]] = {"all": [("all", None)]}
         orders = comparison.null.orders
         if orders is not None:
             for start in range(0, len(orders), ORDERS_PER_PART):
@@ -125,7 +125,7 @@ def estimated(comparison: pairs.Comparison) -> str:
         return announced(1, num_bytes)
 
     labels = form.labels_of(len(x))
-    sized = of_sizes(form, *x.shape, x.shape[1], **sizes)
+    sized = of_sizes(form, len(x), x.shape[1], x.shape[1], **sizes)
     prepare_seconds, prepared = _timed(sized.prepared, x, labels)
     compare_seconds, _ = _timed(sized.compare, prepared, prepared)
 

@@ -139,7 +139,8 @@ def source(config: Config) -> Data:
             name, path, config.positions, config.channels, config.command()
         )
         networks.append(network)
-    sentences = files.align(*networks, config.max_samples)
+    first, second = networks
+    sentences = files.align(first, second, config.max_samples)
     budget = host_budget() if config.memory_budget is None else config.memory_budget
     needed = COPIES * sum(map(files.feature_bytes, networks))
     _check_measure(config, networks)

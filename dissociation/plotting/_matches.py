@@ -169,4 +169,4 @@ def shortened(name: str) -> str:
     if len(name) <= MAX_LETTERS:
         return name
     half = (MAX_LETTERS - 3 + 1) // 2
-    return f"{name[:half]}...{name[half + 3 - MAX_LETTERS:]}"
+    return f"{name[:half]}...{name[half + 3 - MAX_LETTERS :]}"

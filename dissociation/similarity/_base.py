@@ -104,9 +104,7 @@ class Form(NamedTuple):
 def of_sizes(form: Form, n: int, p: int, q: int, *, items: int = 2, pairs: int = 1) -> Form:
     """Return the form over features, or the form over samples if it takes fewer multiplications."""
     # Programs do not depend on these.
-    form = form._replace(
-        narrow=False, cut="", labels=None, apart=None, outside=0, leave_outs=None
-    )
+    form = form._replace(narrow=False, cut="", labels=None, apart=None, outside=0, leave_outs=None)
     width = max(p, q)
     over_samples = n * (items * width + pairs)
     over_features = width * (items * width + pairs * min(p, q))

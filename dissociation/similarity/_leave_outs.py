@@ -81,15 +81,16 @@ def _without_blocks(
         shifts = jax.vmap(lambda features: _shifts(is_debiased, features))(x)
         items.append((x, shifts))
         row_sums.append(
-            lax.map(lambda item: _row_sums(is_debiased, *item, membership), (x, shifts))
+            lax.map(lambda item: _row_sums(is_debiased, item[0], item[1], membership), (x, shifts))
         )
     sums = jnp.concatenate(row_sums)
 
     def products(chunk):
         rows, block = chunk
         matrices = []
-        for x, shifts in items:
-            matrices.append(lax.map(lambda item: _rows_of(is_debiased, *item, rows), (x, shifts)))
+        for pair in items:
+            rows_of = lambda item: _rows_of(is_debiased, item[0], item[1], rows)  # noqa: E731
+            matrices.append(lax.map(rows_of, pair))
         joined = jnp.concatenate(matrices)
         inside = joined * membership[block][None, None]
         flat = joined.reshape(len(joined), -1)

@@ -191,7 +191,9 @@ class Similarities(Result):
             return None
         if method == "largest":
             if self.family_p_values is None:
-                fail("method", "be another one for p-values by moments", repr(method), 'Pass "holm"')
+                fail(
+                    "method", "be another one for p-values by moments", repr(method), 'Pass "holm"'
+                )
             return self.family_p_values
         values = np.array(self.p_values, float)
         if not self.counts_once:
@@ -485,9 +487,7 @@ def planned(
 
     tests = is_pair if p_values is None else p_values
     null = _null(form, sets, samples, num_orders, key, tests=tests, baseline=baseline)
-    return Comparison(
-        measure, form, first, second, number, subsets, null, tests, baseline, level
-    )
+    return Comparison(measure, form, first, second, number, subsets, null, tests, baseline, level)
 
 
 def concluded(
@@ -523,7 +523,7 @@ def concluded(
     family_p_value = None
     if comparison.tests:
         p_value = _p_values(measure, comparison.form, sets, values, draws, null.log_numbers)
-        if null.has_all_tests:
+        if null.has_all_tests and draws is not None:
             is_tested = np.isfinite(p_value)
             if counts_once:
                 is_tested = np.triu(is_tested)

@@ -10,6 +10,7 @@ from drawn import assert_figure
 from dissociation.figures import _compare_files as files
 from dissociation.figures import compare, main
 from dissociation.similarity import compare as compare_arrays
+from dissociation.similarity._pairs import Comparison
 
 KEY = jax.random.key(0)
 NUM_SAMPLES = 60
@@ -126,7 +127,10 @@ def test_positions_are_reduced_without_padding(tmp_path, positions):
 def test_positions_of_a_sample_stay_together(tmp_path, has_mask):
     rows = IMAGES.transpose(0, 2, 3, 1).reshape(NUM_SAMPLES, 4, 3)
     other = np.tanh(rows @ np.ones((3, 5), np.float32))
-    networks = {"a": {"image": IMAGES}, "b": {"image": np.moveaxis(other.reshape(NUM_SAMPLES, 2, 2, 5), -1, 1)}}
+    networks = {
+        "a": {"image": IMAGES},
+        "b": {"image": np.moveaxis(other.reshape(NUM_SAMPLES, 2, 2, 5), -1, 1)},
+    }
     options = {"positions": "samples", "channels": "first", "num_blocks": 5, "num_orders": 9}
     if has_mask:
         networks["a"]["mask"] = MASK
@@ -134,13 +138,24 @@ def test_positions_of_a_sample_stay_together(tmp_path, has_mask):
     chosen = MASK if has_mask else np.ones_like(MASK)
     groups = np.repeat(np.arange(NUM_SAMPLES), chosen.sum(1))
     if has_mask:
-        expected = compare_arrays(rows[chosen], other[chosen], groups=groups, num_blocks=5, key=KEY, num_orders=9)
+        expected = compare_arrays(
+            rows[chosen], other[chosen], groups=groups, num_blocks=5, key=KEY, num_orders=9
+        )
     else:
         expected = compare_arrays(
-            rows, other, members=False, positions="samples", channels="last", num_blocks=5, key=KEY, num_orders=9
+            rows,
+            other,
+            members=False,
+            positions="samples",
+            channels="last",
+            num_blocks=5,
+            key=KEY,
+            num_orders=9,
         )
     for name in ("values", "low", "p_values"):
-        np.testing.assert_allclose(found[name].item(), np.ravel(getattr(expected, name))[0], atol=1e-5)
+        np.testing.assert_allclose(
+            found[name].item(), np.ravel(getattr(expected, name))[0], atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("measure", ["debiased_cka", "linear_cka"])
@@ -171,7 +186,11 @@ def test_the_files_and_the_figure(tmp_path):
     config = compare.Config(written(tmp_path, "a", **A), written(tmp_path, "b", **B))
     folder = tmp_path / "parts"
     results = compare.compute(config, key=KEY, cache=folder)
-    dims = {"values": ("layers", "other_layers"), "best": ("layers",), "best_other": ("other_layers",)}
+    dims = {
+        "values": ("layers", "other_layers"),
+        "best": ("layers",),
+        "best_other": ("other_layers",),
+    }
     parts = ("4 layers of a", "60 samples", "90 % intervals", "(c)")
     assert_figure(compare, config, KEY, results, folder, dims=dims, rows=8, parts=parts)
 
@@ -261,3 +280,26 @@ def test_the_command_that_an_error_holds_works(tmp_path, capsys):
     (folder,) = (tmp_path / "out").iterdir()
     assert "| b: image |" in (folder / "compare.md").read_text()
     assert json.loads((folder / "compare.json").read_text())["config"]["positions"] == "mean"
+
+
+def test_a_run_that_stopped_computes_only_what_is_missing(tmp_path, monkeypatch):
+    tables = Comparison.tables
+    computed_steps = []
+
+    def counted(comparison, steps):
+        computed_steps.append(steps[0][0])
+        if len(computed_steps) == 3:
+            raise KeyboardInterrupt
+        return tables(comparison, steps)
+
+    monkeypatch.setattr(Comparison, "tables", counted)
+    paths = written(tmp_path, "a", **A), written(tmp_path, "b", **B)
+    config = compare.Config(*paths, "mutual_knn", num_orders=60)
+    with pytest.raises(KeyboardInterrupt):
+        compare.compute(config, key=KEY, cache=tmp_path / "parts")
+    results = compare.compute(config, key=KEY, cache=tmp_path / "parts")
+    assert computed_steps == ["all", "orders", "orders", "orders", "orders", "blocks"]
+    assert results.equals(compare.compute(config, key=KEY))
+    monkeypatch.undo()
+    whole = compare_arrays(A, B, "mutual_knn", p_values=True, num_orders=60, key=KEY)
+    np.testing.assert_allclose(results.corrected.values, whole.corrected("largest"))
