@@ -97,7 +97,7 @@ class _Intervention(Walk):
 
         inner = inner_program(equation.params)
         name = equation.primitive.name
-        if inner is None or name not in ("scan", "remat2") or not holds_marks(inner.jaxpr, READER):
+        if name not in ("scan", "remat2") or not holds_marks(inner.jaxpr, READER):
             return bound(equation, values), None
         # JAX may trace the inner program more than once.
         names = list(self.names)

@@ -74,17 +74,15 @@ def _is_module(node: Any) -> bool:
 def _marked(outputs: Any, layer: str, reader: str) -> Any:
     """Return what a module returned, with its arrays marked."""
     # States and modules in the outputs are no activity.
-    pairs, tree = jax.tree_util.tree_flatten_with_path(outputs, is_leaf=_is_module)
-    num_arrays = sum(eqx.is_array(leaf) for _, leaf in pairs)
-    leaves = []
-    for path, leaf in pairs:
-        suffix = ""
-        if num_arrays > 1:
-            suffix = path_text(path)
-        if eqx.is_array(leaf):
-            leaf = _mark().bind(leaf, layer=layer, suffix=suffix, reader=reader)
-        leaves.append(leaf)
-    return jax.tree.unflatten(tree, leaves)
+    num_arrays = sum(map(eqx.is_array, jax.tree.leaves(outputs, is_leaf=_is_module)))
+
+    def mark(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not eqx.is_array(leaf):
+            return leaf
+        suffix = path_text(path) if num_arrays > 1 else ""
+        return _mark().bind(leaf, layer=layer, suffix=suffix, reader=reader)
+
+    return jax.tree_util.tree_map_with_path(mark, outputs, is_leaf=_is_module)
 
 
 @functools.cache
@@ -123,13 +121,11 @@ def with_marks(model: Any, reader: str) -> tuple[Any, list[str]]:
         is_layer = isinstance(node, eqx.Module) and callable(node) and name
         if is_layer:
             names.append(f"{name}()")
-        pairs, tree = jax.tree_util.tree_flatten_with_path(node, is_leaf=is_child)
-        leaves = []
-        for inner_path, leaf in pairs:
-            if isinstance(leaf, eqx.Module) and leaf is not node:
-                leaf = marked(leaf, path + inner_path)
-            leaves.append(leaf)
-        node = jax.tree.unflatten(tree, leaves)
+
+        def mark_child(inner_path: tuple[Any, ...], leaf: Any) -> Any:
+            return marked(leaf, path + inner_path) if isinstance(leaf, eqx.Module) else leaf
+
+        node = jax.tree_util.tree_map_with_path(mark_child, node, is_leaf=is_child)
         if not is_layer:
             return node
         node = single(node)

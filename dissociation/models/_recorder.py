@@ -58,9 +58,7 @@ def record_names(records: Sequence[Record], taken: Iterable[str]) -> list[str]:
     names = [""] * len(records)
     unavailable = set(taken)
     # Names do not depend on what loops hold.
-    indices = [index for index, record in enumerate(records) if not record.num_loops]
-    indices += [index for index, record in enumerate(records) if record.num_loops]
-    for index in indices:
+    for index in sorted(range(len(records)), key=lambda index: records[index].num_loops > 0):
         record = records[index]
         names[index] = numbered(record.layer, unavailable, record.suffix)
         unavailable.add(names[index])
@@ -219,14 +217,16 @@ def _slice_mark(mark: Mark | None) -> Mark | None:
 
 def _carry_mark(entry: Mark | None, result: Mark | None) -> Mark | None:
     """Return the mark of a carry that enters a loop, and of an iteration's result, as one."""
-    mark = entry or result
-    if entry is not None and result is not None:
-        # Weights outside of the loop name a hidden layer that enters it.
-        if entry.kind != result.kind and entry.kind != "both":
-            mark = result._replace(kind="both")
-        if entry.axis != result.axis:
-            mark = mark._replace(axis=None)
-    return mark and mark._replace(recorded=[])
+    if entry is None or result is None:
+        mark = entry or result
+        return mark and mark._replace(recorded=[])
+    mark = entry
+    # Weights outside of the loop name a hidden layer that enters it.
+    if entry.kind != result.kind and entry.kind != "both":
+        mark = result._replace(kind="both")
+    if entry.axis != result.axis:
+        mark = mark._replace(axis=None)
+    return mark._replace(recorded=[])
 
 
 def _features_last(equation: Any, value: Array, side: int) -> Array:
