@@ -95,6 +95,10 @@ WRONG = {
         "batch_size": [0], "learning_rate": [0.0, np.nan], "num_factors": [0], "strip": [9], "num_around": [9],
         "gain": [0.0, 2.0, np.nan], "num_train": [0], "num_test": [0], "data": ["cifar"],
     },
+    ("compare",): {
+        "measure": ["cka"], "positions": ["tokens"], "channels": ["middle"], "num_blocks": [1], "num_orders": [0],
+        "max_samples": [1], "memory_budget": [0],
+    },
     ("ordered-mnist",): {
         "num_seeds": [0], "num_test": [0], "num_steps": [0], "num_train": [1], "num_validation": [1],
         "num_epochs": [-1], "oracle_epochs": [-1], "models": [(), ("linear", "linear"), ("other",)],

@@ -29,6 +29,7 @@ NO_ROW = {
     "dissociation._core.checks": "the checks themselves",
     "dissociation._core.datasets": "files of datasets: test_result_files.py",
     "dissociation.data._mnist": "takes a folder alone: test_mnist.py",
+    "dissociation.data._weights": "takes a file: test_weights.py",
     "dissociation.figures": "what figures share: test_figures.py",
     "dissociation.plotting": "what figures and notebooks share",
     "dissociation.training._progress": "what long work shows",
@@ -38,6 +39,7 @@ NO_ROW = {
     "dissociation.models._representations.named": "what models of one's own call within",
     "dissociation.models._representations.representations_of_example": "registered types; its "
     "callers check",
+    "dissociation.models._function": "takes a function and PyTrees: test_function_model.py",
     "dissociation.rewrites._freedom.approached": "of an interval that `cka_range` has found",
     "dissociation.rewrites._sizes.refitted": "is registered on: test_growth.py",
     "dissociation.rewrites._barriers.renormalised": "takes a state: test_network_matching.py",

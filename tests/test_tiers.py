@@ -24,6 +24,7 @@ FULL = {
     "dissociation/test_executor.py": ("kills", "workers of an executor"),
     "dissociation/test_figures.py": ("figures in full",),
     "dissociation/test_freedom_figure.py": ("figures in full",),
+    "dissociation/test_layers_by_name.py": ("models and peers that need an extra",),
     "dissociation/test_linear.py": ("the second precision of a pair",),
     "dissociation/test_planting.py": ("the second precision of a pair",),
     "tools/pages.py": ("code blocks of pages",),

@@ -12,6 +12,9 @@ ENTRIES = {
         "reading programs, for `neuron_groups`, rewrites and checkpoints",
     ),
     "threefry2x32_p": ("jax.extend.random", "threefry2x32_p", "`keys.normal`"),
+    "ad": ("jax.interpreters.ad", None, "values that modules return"),
+    "batching": ("jax.interpreters.batching", None, "values that modules return"),
+    "mlir": ("jax.interpreters.mlir", None, "values that modules return"),
 }
 """Module, attribute (None: the module itself) and dependent feature, by name."""
 
@@ -66,8 +69,9 @@ def parameters(equation: Any) -> dict[str, Any]:
 if TYPE_CHECKING:
     from jax.extend import core as jex
     from jax.extend.random import threefry2x32_p
+    from jax.interpreters import ad, batching, mlir
 
-    __all__ = ["jex", "threefry2x32_p"]
+    __all__ = ["ad", "batching", "jex", "mlir", "threefry2x32_p"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,9 @@
 """Datasets of xarray with named axes, and files that restore them bit for bit."""
 
 import dataclasses
-import errno
 import importlib
 import io
 import json
-import math
 import os
 import zipfile
 from collections import Counter
@@ -15,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dissociation._core.array_files import check_size, npz_arrays, total_bytes
 from dissociation._core.checks import check_known, fail, fail_kind
-from dissociation._core.files import RefusedFile, reason_of, replacing, write_bytes
+from dissociation._core.files import (
+    RefusedFile,
+    check_regular,
+    reason_of,
+    replacing,
+    write_bytes,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -224,7 +229,7 @@ def load_results(path: str | os.PathLike[str]) -> "xarray.Dataset":
         The arrays with their axes, coordinates, units and attributes.
 
     Raises:
-        RefusedFile: If it is broken, or not a file of results.
+        RefusedFile: If it is broken, not a file of results, or larger than half of the free memory.
         OSError: If it does not exist, is a folder, or cannot be read.
         ValueError: If the path ends otherwise.
         ImportError: If h5netcdf is not installed.
@@ -232,43 +237,25 @@ def load_results(path: str | os.PathLike[str]) -> "xarray.Dataset":
     source = Path(path)
     if source.suffix not in (".npz", ".nc"):
         fail("path", "end in .npz or .nc", source.name)
-    if source.exists() and not source.is_file() and not source.is_dir():
-        raise OSError(
-            errno.EINVAL, "It must be a regular file, got a device or a pipe", str(source)
-        )
-    source.open("rb").close()  # a missing or unreadable file is not a broken one
+    check_regular(source)  # a missing or unreadable file is not a broken one
     read = _read_npz
     if source.suffix == ".nc":
         _check_netcdf()
         read = _read_netcdf
     try:
         return read(source)
+    except RefusedFile:
+        raise
     except Exception as error:
         raise RefusedFile(
             f"{source} is broken, or not a file of results: {reason_of(error)}."
         ) from error
 
 
-def check_sizes(path: str | os.PathLike[str]) -> None:
-    """Raise if an array of an `.npz` file is larger than its entry, before memory is allocated."""
-    with zipfile.ZipFile(path) as archive:
-        for member in archive.infolist():
-            with archive.open(member) as stream:
-                version = np.lib.format.read_magic(stream)
-                read_header = np.lib.format.read_array_header_2_0
-                if version == (1, 0):
-                    read_header = np.lib.format.read_array_header_1_0
-                shape, _, dtype = read_header(stream)
-            if math.prod(shape) * dtype.itemsize > member.file_size:
-                raise ValueError(
-                    f"{member.filename} announces shape {shape} of {dtype}, more than it holds"
-                )
-
-
 def _read_npz(path: Path) -> "xarray.Dataset":
-    check_sizes(path)
-    with np.load(path, allow_pickle=False) as file:
-        arrays = dict(file)
+    stored_arrays = npz_arrays(path)
+    check_size(path, total_bytes(stored_arrays), None)
+    arrays = {name: array.read() for name, array in stored_arrays.items()}
     dims = json.loads(str(arrays.pop(_AXES)))
     labels = json.loads(str(arrays.pop(_LABELS)))
     if not isinstance(dims, dict) or not isinstance(labels, dict):
@@ -290,6 +277,8 @@ def _read_netcdf(path: Path) -> "xarray.Dataset":
         "phony_dims": "access",
     }
     with xarray.open_dataset(path, **options) as file:
+        # HDF5 allocates by the shape in the file, which holds no byte of constant arrays.
+        check_size(path, file.nbytes, None)
         dataset = file.load()
     labels = json.loads(dataset.attrs[_LABELS])
     variables = {}

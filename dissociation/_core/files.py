@@ -48,6 +48,15 @@ def reading(path: str | os.PathLike[str], advice: str, what: str = "is broken") 
         raise RefusedFile(f"{path} {what}: {reason_of(error)}. {advice}".rstrip()) from error
 
 
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise an `OSError` unless `path` is a readable file, and no folder, pipe or device."""
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise OSError(
+            errno.EINVAL, "It must be a regular file, got a device or a pipe", os.fspath(path)
+        )
+    Path(path).open("rb").close()
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the block ends without an error."""

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import equinox as eqx
+import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
 
@@ -63,3 +65,28 @@ OneHot = Annotated[Float[Array | np.ndarray, "n classes"], Labels(one_hot=True)]
 
 Classes = Annotated[Int[Array | np.ndarray, " n"], Labels(one_hot=False)]
 """Labels, integers or one-hot rows, converted to integers."""
+
+
+class Statistics(eqx.Module):
+    """Arrays of a model that no optimiser changes, such as running means.
+
+    Attributes:
+        values: PyTree of arrays.
+    """
+
+    values: PyTree
+
+
+def are_statistics(node: Any) -> bool:
+    """Return True for arrays of a model that move with neurons, and are no parameters."""
+    # A `StateIndex` holds the initial values of the state.
+    return isinstance(node, Statistics | eqx.nn.State | eqx.nn.StateIndex)
+
+
+def parameter_mask(model: Any) -> Any:
+    """Return True for each parameter of a model, and False for other leaves."""
+
+    def is_parameter(node: Any) -> bool:
+        return not are_statistics(node) and eqx.is_inexact_array(node)
+
+    return jax.tree.map(is_parameter, model, is_leaf=are_statistics)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dissociation._core import checks
-from dissociation._core.datasets import as_json, check_sizes
+from dissociation._core.array_files import npz_arrays
+from dissociation._core.datasets import as_json
 from dissociation._core.files import RefusedFile, locked, reading, replacing, write_bytes
 from dissociation.training import _checkpoint_file as checkpoint
 from dissociation.training._progress import MeterFactory, open_meter
@@ -37,9 +38,8 @@ def read_part(path: Path, digest: str) -> Arrays:
         OSError: If it cannot be opened.
     """
     with reading(path, "Delete it to compute this part again."):
-        check_sizes(path)
-        with open(path, "rb") as opened, np.load(opened) as file:
-            arrays = dict(file)
+        path.open("rb").close()
+        arrays = {name: array.read() for name, array in npz_arrays(path).items()}
     run_digest = str(arrays.pop(_RUN, ""))
     checksum = str(arrays.pop(_CHECKSUM, ""))
     if run_digest != digest:

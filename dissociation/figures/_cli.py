@@ -23,6 +23,7 @@ NAMES = (
     "freedom",
     "manifold",
     "planted",
+    "compare",
 )
 
 

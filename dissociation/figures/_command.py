@@ -28,7 +28,7 @@ from dissociation._core.files import RefusedFile, locked, write_bytes
 from dissociation.figures import _cache as caches
 from dissociation.figures import _provenance as provenance
 from dissociation.figures._harness import Figure, decoded
-from dissociation.figures._report import exhibit_of, report_html
+from dissociation.figures._report import Exhibit, exhibit_of, report_html
 from dissociation.plotting import _axes as plotting
 from dissociation.rewrites._certificate import Certificate
 from dissociation.training import _interrupts as interrupts
@@ -273,8 +273,23 @@ def _write(
     report = folder / "report.html"
     page = report_html(figure.SHOWS.rstrip("."), [exhibit], sections)
     write_bytes(report, page.encode())
+    paths = [*images, arrays, description, report]
+    if getattr(figure, "HAS_MARKDOWN", False):
+        paths.append(stem.with_suffix(".md"))
+        write_bytes(paths[-1], markdown_of(exhibit).encode())
     print(f"\n{exhibit.text()}")
-    return [path.name for path in (*images, arrays, description, report)]
+    return [path.name for path in paths]
+
+
+def markdown_of(exhibit: Exhibit) -> str:
+    """Return headline, table and caption as Markdown."""
+    header, *rows = exhibit.table
+    lines = []
+    for cells in (header, ["---"] * len(header), *rows):
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        lines.append(f"| {' | '.join(escaped)} |")
+    table = "\n".join(lines)
+    return f"{exhibit.headline}\n\n{table}\n\n{exhibit.caption}\n"
 
 
 def certificates_of(dataset: xarray.Dataset) -> dict[str, Any]:

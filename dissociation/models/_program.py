@@ -11,10 +11,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
-from dissociation._core._compat import jex
+from dissociation._core._compat import jex, parameters
 from dissociation._core.checks import fail, fail_kind
 from dissociation._core.conversion import describe
+from dissociation._core.types import parameter_mask
+from dissociation.models._function import FunctionModel
 
 Call = Callable[[Any, Any], Any]
 """Function from a model and an example to outputs."""
@@ -41,12 +44,22 @@ class _Single(eqx.nn.Linear):
         return super().__call__(x, key=key)
 
 
-def _single(layer: eqx.nn.Linear) -> _Single:
-    """Return a copy of `layer` that raises for stacked weights."""
+def _is_stacked(node: Any) -> bool:
+    # Equinox's layer multiplies stacked weights without an error.
+    return type(node) is eqx.nn.Linear and np.ndim(node.weight) > 2
+
+
+def single(node: Any) -> Any:
+    """Return `node`, or a copy of a linear layer of stacked weights that raises when called."""
+    return with_class(node, _Single) if _is_stacked(node) else node
+
+
+def with_class(module: Any, cls: type) -> Any:
+    """Return a module as an instance of a subclass of its class."""
     # Modules are frozen and their constructors draw weights: the fields are copied instead.
-    single = object.__new__(_Single)
-    vars(single).update(vars(layer))
-    return single
+    copy = object.__new__(cls)
+    vars(copy).update(vars(module))
+    return copy
 
 
 def separate_state(model: Any) -> tuple[Any, list[Any]]:
@@ -60,13 +73,7 @@ def called(model: Any, example: Any) -> Any:
     """Return the outputs of a model, or of a pair (model, state), in inference mode."""
     module, states = separate_state(model)
 
-    # Equinox's layer multiplies stacked weights without an error.
-    def is_stacked(node):
-        return type(node) is eqx.nn.Linear and np.ndim(node.weight) > 2
-
-    module = jax.tree.map(
-        lambda node: _single(node) if is_stacked(node) else node, module, is_leaf=is_stacked
-    )
+    module = jax.tree.map(single, module, is_leaf=_is_stacked)
     function: Any = module
     if isinstance(module, eqx.Module):
         function = eqx.nn.inference_mode(module)
@@ -91,15 +98,7 @@ def parameters_in(model: Any, where: Any = None) -> Any:
 
     `where` selects some of the parameters, as in `eqx.tree_at`.
     """
-
-    # A `StateIndex` holds the initial values of the state, which are no parameters either.
-    def is_state(node):
-        return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)
-
-    def is_parameter(node):
-        return not is_state(node) and eqx.is_inexact_array(node)
-
-    mask = jax.tree.map(is_parameter, model, is_leaf=is_state)
+    mask = parameter_mask(model)
     if where is not None:
         empty_mask = jax.tree.map(lambda _: False, mask)
         mask = eqx.tree_at(where, empty_mask, replace=where(mask))
@@ -162,25 +161,52 @@ def program_of(model: Any, call: Call | None) -> Program:
     paths = [jax.tree_util.keystr(path) for path, _ in leaf_pairs]
     leaves = [leaf for _, leaf in leaf_pairs]
 
+    apply = called if call is None else call
+    run = functools.partial(_run, apply, tree, constants)
+    layers, _ = layers_of_arrays(model)
+    return Program(paths, layers, leaves, run)
+
+
+def num_wrappers(model: Any) -> int:
+    """Return the number of keys in front of each path that names leave out."""
     # Names are the same with and without a state.
-    num_skipped = int(isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State))
+    has_state = isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State)
+    return int(has_state or isinstance(model, FunctionModel))
+
+
+def layers_of_arrays(model: Any) -> tuple[list[str], tuple[Any, ...]]:
+    """Return the layers of a model's floating-point arrays, and keys that their names leave out."""
+    arrays = eqx.filter(model, eqx.is_inexact_array)
+    leaf_pairs, _ = jax.tree_util.tree_flatten_with_path(arrays)
+    num_skipped = num_wrappers(model)
     keys = []
-    matrices = set()
+    rank_of_matrix = {}
     for path, leaf in leaf_pairs:
         # Flax wraps each array in an object with the attribute `value`.
         is_wrapped = path and str(path[-1]) == ".value"
-        path = path[num_skipped : -1 if is_wrapped else None]
+        path = path[num_skipped:]
+        if is_wrapped:
+            name = getattr(path[-2], "name", None)
+            last = path[-2] if name is None else jax.tree_util.DictKey(name)
+            path = (*path[:-2], last)
         keys.append(path)
         if np.size(leaf) > max(np.shape(leaf), default=1):
-            matrices.add(path)
+            rank_of_matrix[path] = np.ndim(leaf)
 
-    apply = called if call is None else call
-    run = functools.partial(_run, apply, tree, constants)
-    return Program(paths, _layers_of(keys, matrices), leaves, run)
+    # Biases of several heads or of stacked layers have fewer axes than the weights beside them.
+    largest_ranks: dict[tuple[Any, ...], int] = {}
+    for path, rank in rank_of_matrix.items():
+        largest_ranks[path[:-1]] = max(rank, largest_ranks.get(path[:-1], 0))
+    matrices = {path for path, rank in rank_of_matrix.items() if rank == largest_ranks[path[:-1]]}
+    return _layers_of(keys, matrices)
 
 
-def _layers_of(paths: list[tuple[Any, ...]], matrices: set[tuple[Any, ...]]) -> list[str]:
-    """Return the name of the layer of each path: "layers[0]" of ".layers[0].weight".
+def _layers_of(
+    paths: list[tuple[Any, ...]], matrices: set[tuple[Any, ...]]
+) -> tuple[list[str], tuple[Any, ...]]:
+    """Return the name of the layer of each path, and the keys that names leave out.
+
+    "layers[0]" is the name of ".layers[0].weight".
 
     The last key of a dictionary is left out if the dictionary holds one matrix: "Dense_0" of
     "Dense_0", "kernel". Front keys up to the last one of a dictionary that all matrices share are
@@ -214,13 +240,20 @@ def _layers_of(paths: list[tuple[Any, ...]], matrices: set[tuple[Any, ...]]) -> 
             num_front = position + 1
     front = tuple(shared[:num_front])
 
-    names = []
-    for path in layers:
-        if path[:num_front] == front:
-            path = path[num_front:]
-        name = "".join(map(_key_text, path))
-        names.append(name.lstrip("."))
-    return names
+    return [path_name(path, front) for path in layers], front
+
+
+def path_name(path: tuple[Any, ...], front: tuple[Any, ...] = ()) -> str:
+    """Return a path without `front` as text, such as "blocks[0].norm"."""
+    num_front = len(front)
+    if path[:num_front] == front:
+        path = path[num_front:]
+    return path_text(path).lstrip(".")
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    """Return a path as text, such as ".blocks[0].norm"."""
+    return "".join(map(_key_text, path))
 
 
 def _key_text(key: Any) -> str:
@@ -232,13 +265,16 @@ def _key_text(key: Any) -> str:
     return str(key)
 
 
-def numbered(name: str, taken: Container[str]) -> str:
-    """Return `name`, or the first of "name:2", "name:3", ... that is not in `taken`."""
-    unique_name = name
+def numbered(name: str, taken: Container[str], suffix: str = "") -> str:
+    """Return `name`, or the first of "name:2", "name:3", ... that is not in `taken`.
+
+    `suffix` follows the number.
+    """
+    unique_name = name + suffix
     number = 1
     while unique_name in taken:
         number += 1
-        unique_name = f"{name}:{number}"
+        unique_name = f"{name}:{number}{suffix}"
     return unique_name
 
 
@@ -302,7 +338,7 @@ class Walk:
 
     @abstractmethod
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
-        """Return an operation's results and their mark."""
+        """Return an operation's results and their mark, or a list of marks."""
 
     def enters(self, equation: Any, marks: list[Any]) -> bool:
         """Return True if the walk follows the program that an operation calls."""
@@ -332,9 +368,37 @@ class Walk:
                 outputs = self.run(inner.jaxpr, inner.consts, values, input_marks)
             else:
                 results, mark = self.at(equation, values, input_marks)
-                outputs = [(result, mark) for result in results]
+                marks_of_results = mark if isinstance(mark, list) else [mark] * len(results)
+                outputs = list(zip(results, marks_of_results, strict=True))
             env |= dict(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+
+def run_loop(
+    equation: Any, values: Sequence[Any], body: Callable[[list[Any], Array], tuple[list[Any], Any]]
+) -> tuple[list[Any], Any]:
+    """Run a `scan` with another body, from operands and the iteration to results and more arrays.
+
+    Return the results of the loop, and the other arrays of all iterations, stacked.
+    """
+    params = parameters(equation)
+    num_consts = params["num_consts"]
+    num_carry = params["num_carry"]
+    num_fixed = num_consts + num_carry
+    consts = values[:num_consts]
+
+    def step(carry: list[Any], slices: Any) -> Any:
+        iteration, inputs = slices
+        results, extra = body([*consts, *carry, *inputs], iteration)
+        return results[:num_carry], (results[num_carry:], extra)
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    iterations = jnp.arange(params["length"])
+    stacked_inputs = (iterations, list(values[num_fixed:]))
+    carry, (stacked, extra) = jax.lax.scan(
+        step, list(values[num_consts:num_fixed]), stacked_inputs, **options
+    )
+    return [*carry, *stacked], extra
 
 
 def bound(equation: Any, values: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from dissociation._core.checks import check_takes, fail
 from dissociation._core.conversion import as_examples
 from dissociation._core.results import printed
 from dissociation._core.validation import validated
-from dissociation.models._program import MOVES, Call, Walk, bound, evaluated, program_of
+from dissociation.models._program import MOVES, Call, Walk, bound, evaluated, program_of, run_loop
 
 
 class LayerInputs(NamedTuple):
@@ -113,7 +113,7 @@ class _Watch(Walk):
         name = equation.primitive.name
         params = parameters(equation)
         if name == "scan" and any(mark is not None for mark in marks[: params["num_consts"]]):
-            return self._in_loop(params, values, marks), None
+            return self._in_loop(equation, values, marks), None
         if name == "dot_general":
             self._at_product(params["dimension_numbers"], values, marks)
         if name == "conv_general_dilated" and marks[1] is not None:
@@ -127,30 +127,24 @@ class _Watch(Walk):
                 mark = np.asarray(equation.primitive.bind(marks[0], **params))
         return bound(equation, values), mark
 
-    def _in_loop(self, params: Any, values: list[Any], marks: list[Any]) -> list[Any]:
+    def _in_loop(self, equation: Any, values: list[Any], marks: list[Any]) -> list[Any]:
         """Return the results of a loop, the same weights in every iteration, and record rows."""
-        num_consts = params["num_consts"]
-        num_carry = params["num_carry"]
+        params = parameters(equation)
         program = params["jaxpr"]
-        consts = values[:num_consts]
-        variables = values[num_consts:]
-        loop_marks = marks[:num_consts] + [None] * len(variables)
+        num_consts = params["num_consts"]
+        loop_marks = marks[:num_consts] + [None] * (len(values) - num_consts)
         axes: list[tuple[int, ...]] = []
 
-        def body(carry, x):
+        def body(operands: list[Any], _: Array) -> tuple[list[Any], list[Array]]:
             watch = _Watch(self.shape)
-            outputs = watch.run(program.jaxpr, program.consts, [*consts, *carry, *x], loop_marks)
+            outputs = watch.run(program.jaxpr, program.consts, operands, loop_marks)
             axes[:] = watch.axes
-            results = [value for value, _ in outputs]
-            return results[:num_carry], (results[num_carry:], watch.rows)
+            return [value for value, _ in outputs], watch.rows
 
-        options = {name: params[name] for name in ("length", "reverse")}
-        carry, (stacked, rows) = jax.lax.scan(
-            body, variables[:num_carry], variables[num_carry:], **options
-        )
+        results, rows = run_loop(equation, values, body)
         self.rows += _flattened(rows)
         self.axes += axes
-        return [*carry, *stacked]
+        return results
 
     def _note(self, rows: Array, indices: np.ndarray) -> None:
         """Record rows that weights at flat indices multiply."""

@@ -75,6 +75,8 @@ class Form(NamedTuple):
     # The form for samples in groups, whose labels are these: it leaves out pairs within a group.
     apart: "Form | None" = None
     outside: int = 0  # fewest samples outside of any group
+    # From two sets of stacks and blocks of rows to the tables without each block.
+    leave_outs: Callable[..., Any] | None = None
 
     def grouped(self, groups: np.ndarray | None) -> "Form":
         """Return the form for samples in groups [n], which counts and divides groups."""
@@ -102,7 +104,7 @@ class Form(NamedTuple):
 def of_sizes(form: Form, n: int, p: int, q: int, *, items: int = 2, pairs: int = 1) -> Form:
     """Return the form over features, or the form over samples if it takes fewer multiplications."""
     # Programs do not depend on these.
-    form = form._replace(narrow=False, cut="", labels=None, apart=None, outside=0)
+    form = form._replace(narrow=False, cut="", labels=None, apart=None, outside=0, leave_outs=None)
     width = max(p, q)
     over_samples = n * (items * width + pairs)
     over_features = width * (items * width + pairs * min(p, q))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 from scipy import stats
 
 from dissociation._core.checks import (
@@ -460,6 +460,38 @@ def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float)
     calibrated = calibrate(value, quantile, measure.identical)
     mean = draws.mean(0)
     return PermutationTest(value, p_value, mean, spread, quantile, calibrated, num_draws)
+
+
+def largest_p_values(
+    measure: Measure,
+    values: Float[np.ndarray, "items others"],
+    draws: Float[np.ndarray, "orders items others"],
+    is_tested: Bool[np.ndarray, "items others"],
+) -> Float[np.ndarray, "items others"]:
+    """Return p-values corrected for the number of tested pairs, NaN for the others.
+
+    In each order the statistic is the largest over pairs of the value less its mean over orders,
+    divided by its deviation. p = (1 + hits) / (1 + orders), where ties are hits.
+
+    References:
+        Westfall and Young (1993), Resampling-based multiple testing.
+    """
+    sign = 1.0 if measure.larger_is_closer else -1.0
+    # The values belong to the orders, so that no order is special under independence.
+    table = np.concatenate([values[None], draws])[:, is_tested].astype(float)
+    deviations = table - table.mean(0)
+    rounding = 8 * np.finfo(draws.dtype).eps * np.abs(table).max(0, initial=0)
+    spread = table.std(0)
+    # A pair that all orders score alike is never the largest.
+    is_constant = spread <= rounding
+    spread[is_constant] = np.inf
+    statistics = sign * deviations / spread
+    slack = rounding / spread
+    largest = statistics[1:].max(1, initial=-np.inf)
+    hits = np.sum(largest[:, None] >= statistics[0] - slack, 0)
+    p_values = np.full(values.shape, np.nan)
+    p_values[is_tested] = np.where(is_constant, 1.0, (1 + hits) / len(table))
+    return p_values
 
 
 @validated

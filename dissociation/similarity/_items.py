@@ -136,11 +136,17 @@ def as_items(
     positions: str | None,
     channels: str | None,
 ) -> Items:
-    """Return representations with their labels, stacked by width."""
+    """Return representations with their labels, stacked by width.
+
+    Iterations of a loop are layers.
+    """
+    ranks = {}
+    if isinstance(representations, Layers):
+        representations = representations.unrolled()
+        ranks = representations.ranks
     named = _named(name, representations)
     if not named:
         fail(name, "hold at least one representation", "none")
-    ranks = representations.ranks if isinstance(representations, Layers) else {}
     is_bare = named[0][2] is representations
     max_ndim = 2 if is_bare else 0
     if isinstance(representations, Mapping):

@@ -18,6 +18,7 @@ from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 from dissociation.similarity import _base as base
 from dissociation.similarity._base import Features, Form, OtherFeatures, Prepared, Score
+from dissociation.similarity._leave_outs import without_blocks
 
 BLOCKS = 4
 """Number of blocks of rows of a symmetric matrix.
@@ -291,6 +292,7 @@ LINEAR_CKA = Form(
     base.inner_mean,
     eqx.Partial(_unit_gram, linear_gram, lambda gram: gram),  # of centred features
     half=eqx.Partial(_half_gram, False),
+    leave_outs=partial(without_blocks, False),
 )
 
 DEBIASED_CKA = Form(
@@ -300,6 +302,7 @@ DEBIASED_CKA = Form(
     eqx.Partial(_unit_gram, linear_gram, u_centred),
     half=eqx.Partial(_half_gram, True),
     minimum=4,
+    leave_outs=partial(without_blocks, True),
     apart=_form_apart(linear_gram, u_centred_apart, minimum=4),
 )
 

@@ -1,8 +1,8 @@
 """Comparison of all pairs of representations of layers and members."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,6 +23,9 @@ from dissociation.similarity._measures import MEASURES, as_measure
 from dissociation.similarity._orders import units_of
 from dissociation.similarity._tables import Step, tables
 from dissociation.training._progress import MeterFactory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DEFAULT_BLOCKS = 20
 """Number of blocks of samples for one pair, if there are as many samples."""
@@ -68,6 +71,8 @@ class Similarities(Result):
         high: Upper ends of the intervals about `estimate`.
         p_values: Probability of such a similarity by chance, not corrected for the number of pairs;
             NaN for items with themselves.
+        family_p_values: P-values corrected for the number of pairs by the largest of all in each
+            order; None if moments gave some of them.
         disagreement: Fraction of samples to which the two networks assign different classes; None
             without outputs, or with one number as output.
         jensen_shannon: Divergence of predicted distributions, in nats.
@@ -86,6 +91,7 @@ class Similarities(Result):
     low: Table
     high: Table
     p_values: Float[Array | np.ndarray, "..."] | None
+    family_p_values: Float[Array | np.ndarray, "..."] | None
     disagreement: Table
     jensen_shannon: Table
     output_similarity: Table
@@ -130,6 +136,35 @@ class Similarities(Result):
         above = self.high.reshape(-1) - middle
         return middle, jnp.stack([below, above])
 
+    def plot(self) -> "Figure":
+        """Return a figure of the table and of the best match of each item, both ways.
+
+        Dots mark the best match of each row, and squares that of each column. Items of one set are
+        not matched with themselves.
+        """
+        from dissociation.plotting import _matches as drawing  # matplotlib takes a second
+        from dissociation.plotting._axes import house_style
+
+        optional = {}
+        values = self.values if self.estimate is None else self.estimate
+        fields = {"estimate": values, "low": self.low, "high": self.high, "chance": self.baseline}
+        for name, table in fields.items():
+            optional[name] = None
+            if table is not None:
+                optional[name] = np.atleast_2d(np.array(table, float))
+        if self.items == self.others:
+            np.fill_diagonal(optional["estimate"], np.nan)
+        listed = MEASURES.get(self.measure)
+        tables = drawing.Tables(
+            rows=_titles(self.items),
+            columns=_titles(self.others),
+            measure=self.measure,
+            larger_is_closer=listed is None or listed.larger_is_closer,
+            **optional,
+        )
+        with house_style():
+            return drawing.draw_matches(tables)
+
     def between(self, layer: str, other: str | None = None) -> Array:
         """Return the values of one layer's members with another's, [members, members].
 
@@ -149,16 +184,35 @@ class Similarities(Result):
         themselves are not tested.
 
         Args:
-            method: One of "holm", "bh", "by" and "none".
+            method: One of "holm", "bh", "by" and "none"; or "largest", which returns
+                `family_p_values`.
+
+        Raises:
+            ValueError: If `method` is unknown, or "largest" for tests by moments.
         """
         if self.p_values is None:
             return None
+        if method == "largest":
+            if self.family_p_values is None:
+                fail(
+                    "method", "be another one for p-values by moments", repr(method), 'Pass "holm"'
+                )
+            return self.family_p_values
         values = np.array(self.p_values, float)
         if not self.counts_once:
             return inference.adjust_p_values(values, method)
         values[np.tril_indices(len(values))] = np.nan
         values = inference.adjust_p_values(values, method)
         return np.fmax(values, values.T)
+
+
+def _titles(labels: Labels) -> list[str]:
+    """Return the layer of each item, with its member if there are several."""
+    titles = []
+    for layer, member in labels:
+        is_alone = (layer, 1) not in labels
+        titles.append(layer if is_alone and layer else f"{layer} {member}".strip())
+    return titles
 
 
 def _indices_of(argument: str, layer: str, labels: Sequence[tuple[str, int]]) -> list[int]:
@@ -204,6 +258,7 @@ class _Null(NamedTuple):
     are_all: bool = False  # True if the orders are all that differ
     too_few: bool = False  # True if too few orders exchange groups
     has_baseline: bool = False  # True if the orders give values by chance
+    has_all_tests: bool = False  # True if the orders give the p-values of all pairs
 
 
 def _null(
@@ -224,6 +279,7 @@ def _null(
     if tests and by_moments and inference.FEWEST <= samples.number <= inference.MOST:
         log_numbers = inference.log_orders(sets, units)
     is_few = log_numbers < np.log(inference.FEWEST_ORDERS)
+    has_all_tests = tests and bool(is_few.all())
     tests = tests and bool(is_few.any())
     has_baseline = baseline and (form.expected is None or not samples.are_exchangeable)
     if not tests and not has_baseline:
@@ -239,7 +295,7 @@ def _null(
         key = jax.random.key(0)
     too_few = samples.groups is not None and inference.warn_few_exchanges(units)
     orders, are_all = inference.orders_of(sets, key, count, units, blocks=samples.blocks)
-    return _Null(log_numbers, orders, are_all, too_few, has_baseline)
+    return _Null(log_numbers, orders, are_all, too_few, has_baseline, has_all_tests)
 
 
 @validated
@@ -320,6 +376,92 @@ def pairwise(
             range.
         TypeError: If representations are of another type.
     """
+    comparison = planned(
+        representations,
+        measure,
+        others,
+        baseline=baseline,
+        p_values=p_values,
+        num_orders=num_orders,
+        key=key,
+        num_blocks=num_blocks,
+        blocks=blocks,
+        groups=groups,
+        level=level,
+        positions=positions,
+        channels=channels,
+        members=members,
+        options=options,
+    )
+    step_tables = comparison.tables(comparison.steps(), memory_budget, progress)
+    return concluded(comparison, step_tables, outputs, memory_budget)
+
+
+class Comparison(NamedTuple):
+    """Two sets of representations, or one set twice, and the samples that are compared."""
+
+    measure: Measure
+    form: Form
+    first: Items
+    second: Items
+    number: int  # rows
+    subsets: list[np.ndarray]  # rows without each block, [choices, remaining]
+    null: _Null
+    tests: bool
+    baseline: bool
+    level: float
+
+    @property
+    def sets(self) -> list[Items]:
+        """Return the sets that differ."""
+        if self.first is self.second:
+            return [self.first]
+        return [self.first, self.second]
+
+    def steps(self) -> list[Step]:
+        """Return all samples, the orders, and the samples without each block, as `tables` does."""
+        steps: list[Step] = [("all", None)]
+        if self.null.orders is not None:
+            steps.append(("orders", self.null.orders))
+        return [*steps, *(("blocks", rows) for rows in self.subsets)]
+
+    def tables(
+        self,
+        steps: Sequence[Step],
+        budget: int | None = None,
+        progress: str | MeterFactory | None = None,
+    ) -> list[np.ndarray]:
+        """Return the tables of steps, see `tables`."""
+        return tables(
+            self.measure,
+            self.form,
+            self.first,
+            self.second,
+            steps,
+            budget=budget,
+            progress=progress,
+        )
+
+
+def planned(
+    representations: Any,
+    measure: Any,
+    others: Any,
+    *,
+    baseline: bool,
+    p_values: bool | None,
+    num_orders: int | None,
+    key: Any,
+    num_blocks: int | str | None,
+    blocks: str,
+    groups: Any,
+    level: float,
+    positions: str | None,
+    channels: str | None,
+    members: bool | None,
+    options: Mapping[str, Any],
+) -> Comparison:
+    """Return the comparison of `pairwise` after checks of its arguments."""
     check_level(level)
     measure = as_measure(measure)
     form = measure.with_options(**options)
@@ -348,13 +490,22 @@ def pairwise(
 
     tests = is_pair if p_values is None else p_values
     null = _null(form, sets, samples, num_orders, key, tests=tests, baseline=baseline)
-    steps: list[Step] = [("all", None)]
-    if null.orders is not None:
-        steps.append(("orders", null.orders))
-    steps += [("blocks", rows) for rows in subsets]
-    (values, *expected), *by_step = tables(
-        measure, form, first, second, steps, budget=memory_budget, progress=progress
-    )
+    return Comparison(measure, form, first, second, number, subsets, null, tests, baseline, level)
+
+
+def concluded(
+    comparison: Comparison,
+    step_tables: Sequence[np.ndarray],
+    outputs: str | None = None,
+    memory_budget: int | None = None,
+) -> Similarities:
+    """Return the result of a comparison from the tables of its steps."""
+    measure = comparison.measure
+    null = comparison.null
+    first = comparison.first
+    second = comparison.second
+    sets = comparison.sets
+    (values, *expected), *by_step = step_tables
     draws = None
     if null.orders is not None:
         draws = by_step.pop(0)
@@ -362,28 +513,42 @@ def pairwise(
             draws = np.full_like(draws, np.nan)
 
     fields: dict[str, Any] = dict.fromkeys(("estimate", "standard_error", "low", "high"))
-    if subsets:
-        fields = _intervals(measure, values, by_step, subsets, number, level)
+    if comparison.subsets:
+        fields = _intervals(
+            measure, values, by_step, comparison.subsets, comparison.number, comparison.level
+        )
     fields["values"] = values
     fields["baseline"] = None
-    if baseline:
+    if comparison.baseline:
         fields["baseline"] = _by_chance(values, expected, draws, null)
+    counts_once = len(sets) == 1 and measure.symmetric
     p_value = None
-    if tests:
-        p_value = _p_values(measure, form, sets, values, draws, null.log_numbers)
+    family_p_value = None
+    if comparison.tests:
+        p_value = _p_values(measure, comparison.form, sets, values, draws, null.log_numbers)
+        if null.has_all_tests and draws is not None:
+            is_tested = np.isfinite(p_value)
+            if counts_once:
+                is_tested = np.triu(is_tested)
+            family_p_value = inference.largest_p_values(measure, values, draws, is_tested)
+            if counts_once:
+                family_p_value = np.fmax(family_p_value, family_p_value.T)
     _warn_undefined(measure, values, first, second)
     fields |= _of_outputs(values, first, second, outputs, memory_budget)
 
-    if not is_within and first.single and second.single:
-        fields, p_value = jax.tree.map(lambda table: table[..., 0, 0], (fields, p_value))
+    p_tables = (p_value, family_p_value)
+    if len(sets) == 2 and first.single and second.single:
+        fields, p_tables = jax.tree.map(lambda table: table[..., 0, 0], (fields, p_tables))
+    p_value, family_p_value = p_tables
     return Similarities(
         **jax.tree.map(to_device, fields),
         p_values=p_value,  # on the host, in float64
+        family_p_values=family_p_value,
         items=tuple(first.labels),
         others=tuple(second.labels),
         measure=measure.name,
-        num_samples=number,
-        counts_once=is_within and measure.symmetric,
+        num_samples=comparison.number,
+        counts_once=counts_once,
     )
 
 

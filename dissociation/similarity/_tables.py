@@ -1,6 +1,7 @@
 """Tables of one measure for all pairs of representations."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -263,6 +264,39 @@ def _assembled(
     return assembled
 
 
+def _blocks_of(steps: Sequence[Step], number: int) -> list[np.ndarray]:
+    """Return the rows that each choice of the steps "blocks" leaves out."""
+    blocks = []
+    for task, choices in steps:
+        if task == "blocks":
+            for rows in choices:
+                is_left_out = np.ones(number, bool)
+                is_left_out[rows] = False
+                blocks.append(np.flatnonzero(is_left_out))
+    return blocks
+
+
+def _without_blocks(
+    leave_outs: Any, first: Items, second: Items, steps: Sequence[Step], widths: list[int]
+) -> Iterator[np.ndarray] | None:
+    """Return the tables without each block, or None if the direct way is quicker."""
+    number = first.number
+    blocks = _blocks_of(steps, number)
+    num_pairs = len(first.labels) * len(second.labels)
+    num_items = len(first.labels) + len(second.labels)
+    over_features = len(blocks) * (num_items * max(widths) + num_pairs * min(widths))
+    # Of one pair the direct way takes less to compile.
+    if num_pairs == 1 or number * num_items >= over_features:
+        return None
+    others = None if first is second else second.arrays
+    tables_of_stacks = leave_outs(first.arrays, others, blocks)
+    rows = np.concatenate(first.indices)
+    columns = np.concatenate(second.indices)
+    ordered = np.empty_like(tables_of_stacks)
+    ordered[(slice(None), *np.ix_(rows, columns))] = tables_of_stacks
+    return iter(ordered)
+
+
 def tables(
     measure: Measure,
     form: Form,
@@ -285,6 +319,7 @@ def tables(
     labels = form.labels_of(number)
     widths = [array.shape[2] for array in arrays]
     num_items = sum(map(len, arrays))
+    leave_outs = form.leave_outs
     form = of_sizes(form, number, max(widths), min(widths), items=num_items, pairs=num_pairs)
 
     if budget is None:
@@ -302,25 +337,36 @@ def tables(
     symmetric = measure.symmetric and is_within
     table = partial(_assembled, form, rows, columns, labels, symmetric)
 
+    without_blocks = None
+    if leave_outs is not None:
+        without_blocks = _without_blocks(leave_outs, first, second, steps, widths)
+
     num_done = 0
     results = []
     counts = [1 if choices is None else len(choices) for _, choices in steps]
     with closing(open_meter(progress, sum(counts), measure.name)) as meter:
         for (task, choices), count in zip(steps, counts, strict=True):
-            size = min(count, max(SMALLEST_CHUNK, -(-count // CHUNKS)))
-            chunks = []
-            for start in range(0, count, size):
-                meter.advance(num_done + start, task)
-                chunk = None
-                if choices is not None:
-                    # The last choice fills the last chunk, so that one program computes all chunks.
-                    indices = np.minimum(np.arange(start, start + size), count - 1)
-                    chunk = to_device(np.asarray(choices)[indices])
-                chunks.append(table(task, chunk))
+            if task == "blocks" and without_blocks is not None:
+                results.append(np.stack(list(itertools.islice(without_blocks, count))))
+            else:
+                results.append(_of_step(table, task, choices, meter, num_done))
             num_done += count
-            joined = np.concatenate(chunks)
-            if choices is not None:
-                joined = joined[:count]
-            results.append(joined)
+            meter.advance(num_done, task)
         meter.advance(num_done, "done")
     return results
+
+
+def _of_step(table: Any, task: str, choices: Any, meter: Any, num_done: int) -> np.ndarray:
+    """Return the tables of a step, whose choices are computed in chunks of one size."""
+    if choices is None:
+        meter.advance(num_done, task)
+        return table(task, None)
+    count = len(choices)
+    size = min(count, max(SMALLEST_CHUNK, -(-count // CHUNKS)))
+    chunks = []
+    for start in range(0, count, size):
+        meter.advance(num_done + start, task)
+        # The last choice fills the last chunk, so that one program computes all chunks.
+        indices = np.minimum(np.arange(start, start + size), count - 1)
+        chunks.append(table(task, to_device(np.asarray(choices)[indices])))
+    return np.concatenate(chunks)[:count]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from dissociation._core import checks
 from dissociation._core.conversion import as_array, as_numbers, check_fits, to_device
-from dissociation._core.types import PRNGKey, PyTree, Size
+from dissociation._core.types import PRNGKey, PyTree, Size, parameter_mask
 from dissociation._core.validation import validated
 
 
@@ -118,7 +118,7 @@ class Step(eqx.Module):
         )
         checks.check_call("loss", self.loss, ("model", *carried, "batch", "key"), advice)
 
-        arrays, untrained = eqx.partition(state.model, eqx.is_inexact_array)
+        arrays, untrained = eqx.partition(state.model, parameter_mask(state.model))
         objective = partial(self._evaluate, untrained)
         evaluate = jax.value_and_grad(objective, has_aux=True)
         if self.micro_batches > 1:
@@ -290,7 +290,7 @@ def transformation(optimizer: Any, hyperparams: Any) -> Any:
 
 def first_opt_state(optimizer: Any, arrays: Any, hyperparams: Any) -> Any:
     """Return the optimiser's initial state for one member's arrays."""
-    trained = eqx.filter(arrays, eqx.is_inexact_array)
+    trained = eqx.filter(arrays, parameter_mask(arrays))
     opt_state = transformation(optimizer, hyperparams).init(trained)
     return jax.tree.map(jnp.asarray, opt_state)
 

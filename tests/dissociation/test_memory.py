@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import psutil
 import pytest
 
+from dissociation._core import memory as host
 from dissociation._core.checks import WrongValue
 from dissociation.training import _machine as memory
 
@@ -48,23 +49,23 @@ def test_control_groups_and_their_parents_limit(tmp_path, names, top, line):
     group(root / top / "a/b", 1000, 400, "inactive_file 50", names)
     group(root / top / "a", 2000, 1900, "inactive_file 0", names)
     group(root / top, "max" if names is V2 else UNLIMITED, 3000, "inactive_file 0", names)
-    found = sorted(memory._free_in_groups(process, root))
+    found = sorted(host._free_in_groups(process, root))
     assert found[:2] == [100, 650]
     assert found[2:] == ([] if names is V2 else [UNLIMITED - 3000])
     # In a container the path of the host does not exist; the limit stands at the top.
     process.write_text(f"{line.removesuffix('/a/b')}/far/away\n")
     group(root / top, 5000, 3000, "inactive_file 10\ntotal_inactive_file 20", names)
-    assert list(memory._free_in_groups(process, root)) == [2020]
+    assert list(host._free_in_groups(process, root)) == [2020]
 
 
 def test_free_memory_of_the_host(tmp_path, monkeypatch):
-    assert list(memory._free_in_groups(tmp_path / "none", tmp_path)) == []
-    monkeypatch.setattr(memory, "_free_in_groups", lambda: iter(()))
+    assert list(host._free_in_groups(tmp_path / "none", tmp_path)) == []
+    monkeypatch.setattr(host, "_free_in_groups", lambda: iter(()))
     whole = memory.free_memory([])
     assert whole == pytest.approx(psutil.virtual_memory().available / 2, rel=0.2)
-    monkeypatch.setattr(memory, "_free_in_groups", lambda: iter((2**30, 3000)))
+    monkeypatch.setattr(host, "_free_in_groups", lambda: iter((2**30, 3000)))
     assert memory.free_memory([jnp.ones(3)]) == 1500
-    monkeypatch.setattr(memory, "_free_in_groups", lambda: iter((-5,)))
+    monkeypatch.setattr(host, "_free_in_groups", lambda: iter((-5,)))
     assert memory.free_memory([]) == 0
 
 

@@ -103,6 +103,12 @@ TESTED_BY = {
     "dissociation.figures._eigenvector_measures": ["dissociation/test_eigenvectors.py"],
     "dissociation.figures._members": ["dissociation/test_figures.py"],
     "koopman.figures._ordered_mnist_models": ["koopman/test_figures.py"],
+    "dissociation.models._recorder": [
+        "dissociation/test_layers_by_name.py",
+        "dissociation/test_representations.py",
+    ],
+    "dissociation.models._module_values": ["dissociation/test_layers_by_name.py"],
+    "dissociation.models._intervention": ["dissociation/test_layers_by_name.py"],
     "dissociation.bilinear._certificate": ["dissociation/test_spectral_certificate.py"],
     "dissociation._core.results": [
         "dissociation/test_results.py",
@@ -130,6 +136,9 @@ TESTED_BY["dissociation._core.frames"] = [
 ]
 TESTED_BY["dissociation._core.columns"] = ["koopman/test_frames.py", "koopman/test_pairs.py"]
 TESTED_BY["dissociation.training._interrupts"] = ["dissociation/test_interrupts.py"]
+TESTED_BY["dissociation.data._weights"] = ["dissociation/test_weights.py"]
+TESTED_BY["dissociation.models._function"] = ["dissociation/test_function_model.py"]
+TESTED_BY["dissociation._core.memory"] = ["dissociation/test_memory.py"]
 TESTED_BY["dissociation._core.lazy"] = ["test_packaging.py"]
 TESTED_BY["koopman._operators._numerics"] = ["koopman/test_operators.py"]
 TESTED_BY["koopman._operators._operator"] = ["koopman/test_operators.py"]

@@ -23,6 +23,7 @@ HOST = {
     "dissociation.rewrites._rewrites.null_space": "the rank sets shapes",
     "dissociation.rewrites._rewrites.compose": "gives a function",
     "dissociation.rewrites._groups": "traces a model",
+    "dissociation.models._representations.layer_shapes": "traces a model",
     "dissociation.rewrites._canonical": "a step of the host",
     "dissociation.rewrites._freedom.cka_": "a step of the host",
     "dissociation.rewrites._freedom.linear_": "a step of the host",

@@ -172,6 +172,8 @@ CALLS = {
     data.coarse_grained: lambda: dict(images=RANDOM.random((12, 16)), labels=DIGITS, key=KEY),
     training.log_spaced_steps: lambda: dict(num_steps=10, count=4),
     models.representations: lambda: dict(model=network(), inputs=np.ones((4, 3))),
+    models.layer_shapes: lambda: dict(model=network(), example=np.ones(3, np.float32)),
+    models.intervene: lambda: dict(model=network(), functions={"layers[0]()": np.abs}),
     models.member_representations: lambda: dict(
         models=jax.tree.map(lambda leaf: leaf[None] if eqx.is_array(leaf) else leaf, network()),
         inputs=np.ones((4, 3)),
