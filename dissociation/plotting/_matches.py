@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dissociation._core.ties import ROUNDINGS
+from dissociation._core.rounding_ties import ROUNDINGS
 from dissociation.plotting import _axes as plotting
 
 MAX_NAMES = 16

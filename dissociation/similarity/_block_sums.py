@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from dissociation._core.ties import ROUNDINGS
+from dissociation._core.rounding_ties import ROUNDINGS
 from dissociation.similarity._streaming import _point_of as point_of
 
 Sums = Float[np.ndarray, "blocks u v"]
