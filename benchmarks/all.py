@@ -38,6 +38,7 @@ RUNS = {
         [],
         ["--members", "16", "--layers", "1", "--stream", "100000", "--repeats", "3"],
     ),
+    "compare": ([], ["--stream", "0", "--repeats", "1"]),
     "manifold": ([], ["--repeats", "3"]),
     "probes": ([], ["--peer-folds", "1", "--samples", "5000", "--features", "512"]),
 }

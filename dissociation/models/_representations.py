@@ -193,7 +193,11 @@ def layers_of(model: Any, x: Any, call: Call | None = None, at: At = None) -> La
     for name, record in zip(names, recorder.records, strict=True):
         if not (has_names and record.is_activity):
             _add_record(layers, name, record)
-    for name, (value, mark) in zip(outputs, pairs, strict=True):
+    results = [value for value, _ in pairs]
+    if at is not None:
+        # Recorded values change how XLA fuses operations, and with it the last bits of outputs.
+        results = run(leaves, jax.lax.optimization_barrier(x))
+    for name, value, (_, mark) in zip(outputs, results, pairs, strict=True):
         axis = None if mark is None else mark.axis
         if axis is not None and not has_names:
             value = jnp.moveaxis(value, axis, -1)

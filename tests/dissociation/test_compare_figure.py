@@ -22,7 +22,9 @@ def layers_of(seed, num_layers, width, shift=0):
     rng = np.random.default_rng(seed)
     layers = {}
     for index in range(num_layers + shift):
-        hidden = np.tanh(hidden @ np.random.default_rng(100 + index).normal(size=(12, 12)) / 3)
+        shared = np.random.default_rng(100 + index)
+        hidden = np.tanh(hidden @ shared.normal(size=(12, 12)) / 3)
+        hidden = hidden + 0.5 * shared.normal(size=hidden.shape)
         if index >= shift:
             features = hidden @ rng.normal(size=(12, width)) + 0.2 * rng.normal(
                 size=(NUM_SAMPLES, width)

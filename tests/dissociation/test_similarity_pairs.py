@@ -372,6 +372,26 @@ def test_tables_have_intervals_and_tests_on_request():
     np.testing.assert_allclose(table.p_values[1, 0], pair.p_values, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["debiased_cka", "linear_cka"])
+@pytest.mark.parametrize("is_within", [False, True])
+def test_tables_of_linear_cka_leave_blocks_out_as_single_pairs_do(name, is_within):
+    rng = np.random.default_rng(3)
+    widths = {"a": 5, "b": 9, "c": 5}
+    x = {layer: rng.normal(3, 1, size=(53, width)) for layer, width in widths.items()}
+    y = {
+        layer: np.tanh(x[layer]) @ rng.normal(size=(width, width))
+        for layer, width in widths.items()
+    }
+    options = {"num_blocks": 7, "p_values": False, "progress": None}
+    table = similarity.pairwise(x, name, None if is_within else y, **options)
+    for row, first in enumerate(x):
+        for column, second in enumerate(x):
+            pair = similarity.compare(x[first], (x if is_within else y)[second], name, **options)
+            for field in ("estimate", "low", "high", "standard_error"):
+                value = getattr(table, field)[row, column]
+                np.testing.assert_allclose(value, getattr(pair, field), atol=2e-5)
+
+
 def test_few_samples_have_as_many_blocks_or_no_interval():
     one = ITEMS[0][:8]
     other = ITEMS[4][:8]

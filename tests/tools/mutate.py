@@ -139,6 +139,12 @@ TESTED_BY["dissociation.training._interrupts"] = ["dissociation/test_interrupts.
 TESTED_BY["dissociation.data._weights"] = ["dissociation/test_weights.py"]
 TESTED_BY["dissociation.models._function"] = ["dissociation/test_function_model.py"]
 TESTED_BY["dissociation._core.memory"] = ["dissociation/test_memory.py"]
+COMPARED = ["dissociation/test_compare_figure.py"]
+for name in ("figures.compare", "figures._compare_files", "figures._compare_measures"):
+    TESTED_BY[f"dissociation.{name}"] = COMPARED
+TESTED_BY["dissociation.similarity._block_sums"] = COMPARED
+TESTED_BY["dissociation.similarity._leave_outs"] = ["dissociation/test_similarity_pairs.py"]
+TESTED_BY["dissociation.plotting._matches"] = COMPARED
 TESTED_BY["dissociation._core.lazy"] = ["test_packaging.py"]
 TESTED_BY["koopman._operators._numerics"] = ["koopman/test_operators.py"]
 TESTED_BY["koopman._operators._operator"] = ["koopman/test_operators.py"]
