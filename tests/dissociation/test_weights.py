@@ -217,7 +217,7 @@ def test_a_file_is_never_whole_in_memory(tmp_path):
     np.savez(tmp_path / "a.npz", **{name: np.zeros(2**19, np.float32) for name in names})
     abstract = dict.fromkeys(names, jax.ShapeDtypeStruct((8,), jnp.float32))
     tracemalloc.start()
-    # JAX may take the memory of an array over, so the model holds copies of a few entries.
+    # JAX frees an array a little after it was copied, so the model takes a few entries of each.
     load_state(abstract, tmp_path / "a.npz", convert=lambda name, array: array[:8].copy())
     assert tracemalloc.get_traced_memory()[1] < 2**23  # an array has 2**21 bytes, the file 2**25
     tracemalloc.stop()
