@@ -1,5 +1,6 @@
 """Training of stacked members by `fit`."""
 
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -28,14 +29,13 @@ from dissociation.training._members import member_devices
 from dissociation.training._partition import Partition
 from dissociation.training._records import Callback, History, OfFunction, Save, record_steps
 from dissociation.training._run import FORMAT, Run, RunFile, identity_of
-from dissociation.training._samplers import Sampler, as_arrays, leading_size, streams
+from dissociation.training._samplers import Sampler, as_arrays, leading_size
 from dissociation.training._state import (
     State,
     Static,
     Step,
     checked_models,
     first_opt_state,
-    shapes_and_dtypes,
 )
 from dissociation.training._traced import Traced, trace
 
@@ -274,13 +274,25 @@ def prepared(
     aux, hyperparams = jax.tree.map(to_device, (aux, hyperparams))
     first = 0
     if is_continued:
-        state = _continued(models, step, aux, hyperparams)
+        state = models
+        if aux is not None:
+            state = state.replace(aux=aux)
+        if hyperparams is not None or isinstance(step.optimizer, optax.GradientTransformation):
+            state = state.replace(hyperparams=hyperparams)
         first = int(np.max(np.asarray(models.step)))
     else:
         arrays, static = eqx.partition(checked_models(models), eqx.is_array)
         zero_steps = to_device(np.zeros(count, int))
-        state = State(arrays, aux, None, hyperparams, zero_steps, Static(static))
-        state = _copied(state, _traced_start(step, state))
+        static = Static(*jax.tree.flatten(static))
+        state = State(arrays, aux, None, hyperparams, zero_steps, static)
+
+    start = partial(first_opt_state, step.optimizer)
+    begin = trace(start, *shapes((state.arrays, state.hyperparams), 1))
+    # An optimiser's state of another call stays if it fits.
+    fresh = jax.tree.flatten(begin.out)
+    if is_continued and jax.tree.flatten(shapes(state.opt_state, 1)) == fresh:
+        begin = None
+    state = _copied(state, begin)
 
     if (num_steps is None) == (num_epochs is None):
         checks.fail(
@@ -295,29 +307,6 @@ def prepared(
     return state, first, total, _split_key(key, count, sampler.shared)
 
 
-def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
-    """Return copies of another call's states; the optimiser state is new unless it fits."""
-    if aux is not None:
-        state = state.replace(aux=aux)
-    if hyperparams is not None or isinstance(step.optimizer, optax.GradientTransformation):
-        state = state.replace(hyperparams=hyperparams)
-
-    begin = _traced_start(step, state)
-    fresh = jax.eval_shape(jax.vmap(begin), state.arrays, state.hyperparams)
-    fresh_leaves, fresh_structure = jax.tree.flatten(fresh)
-    leaves, structure = jax.tree.flatten(state.opt_state)
-    has_structure = fresh_structure == structure
-    if has_structure and shapes_and_dtypes(fresh_leaves) == shapes_and_dtypes(leaves):
-        return _copied(state, None)
-    return _copied(state, begin)
-
-
-def _traced_start(step: Step, state: State) -> Traced:
-    """Trace the initialisation of the optimiser for one member."""
-    start = partial(first_opt_state, step.optimizer)
-    return trace(start, *shapes((state.arrays, state.hyperparams), 1))
-
-
 @eqx.filter_jit
 def _copied(state: State, begin: Traced | None) -> State:
     """Return copies without weak types, as steps return them.
@@ -325,7 +314,8 @@ def _copied(state: State, begin: Traced | None) -> State:
     If `begin` is not None, it initialises the optimiser's state of one member.
     """
     if begin is not None:
-        state = state.replace(opt_state=jax.vmap(begin)(state.arrays, state.hyperparams))
+        opt_state = jax.vmap(begin)(state.arrays, state.hyperparams)
+        state = dataclasses.replace(state, opt_state=opt_state)
     # Steps donate the state, and one program serves all steps.
     return jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype), state)
 
@@ -359,7 +349,8 @@ def _member_streams(
     if key.ndim == 0:
         order, root = jax.random.split(key)
         key = jax.vmap(jax.random.fold_in, (None, 0))(root, jnp.arange(num_members))
-    loss_keys, observe_keys, order_keys = streams(key)
+    split = partial(jax.random.split, num=3)
+    loss_keys, observe_keys, order_keys = jax.vmap(split, out_axes=1)(key)
     if not shared:
         order = order_keys
     return order, loss_keys, observe_keys

@@ -13,7 +13,7 @@ from dissociation._core.keys import typed
 from dissociation._core.types import Natural, PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training._members import concatenate
-from dissociation.training._samplers import HostBatches, Sampler, ndims_of, streams
+from dissociation.training._samplers import HostBatches, Sampler, ndims_of
 from dissociation.training._state import Info, State, Step, first_opt_state
 
 
@@ -72,7 +72,8 @@ def train(
             "...))(sampler)"
         )
         checks.fail("sampler", "hold the data of one member", "those of all (stacked=True)", advice)
-    loss_key, _, order_key = streams(typed(key))
+    # Of losses, observations and the order of data, as those of a member of `fit`.
+    loss_key, _, order_key = jax.random.split(typed(key), 3)
 
     def train_block(state: State, number: Any, start: Any, runs: Any) -> Any:
         """Take the steps of a block, from step `start` on; `runs` are those of `_blocks`."""

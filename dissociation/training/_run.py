@@ -305,7 +305,20 @@ class Run:
         self.frozen = np.zeros(partition.total, bool)
 
         self.batches = self.batches_of(sampler, order, self.step)
-        self.program = _program_of(self.batches, step, save, state, loss, observe)
+        # Step and observation are traced on the shapes of one member.
+        member_state = shapes(state, 1)
+        sampler_arrays = shapes(self.batches.arrays, int(sampler.stacked))
+        plan = shapes(self.batches.plan, int(not sampler.shared))
+        number = jnp.asarray(0)
+        example = (member_state, sampler_arrays, plan, number, shapes(loss, 1))
+        step_of = cache(partial(trace_step, step, sampler, example))
+        first_step = step_of(self.batches.segment.size, None)
+        observation = None
+        if save.observe is not None:
+            member_key = shapes(observe, 1)
+            observation = trace_observation(save.observe, member_state, number, member_key)
+        self.program = Program(step_of, first_step, observation)
+
         arrays = (state, self.batches.arrays)
         partition, threads = partition.chosen(arrays, *self.program.programs)
         self.batches.place(partition)
@@ -542,23 +555,6 @@ class Run:
                 observations.append((observed_step, observation))
         infos = Info(contents.loss, contents.metrics)
         record.restore(infos, observations, np.asarray(header["diverged_at"]))
-
-
-def _program_of(
-    batches: Batches, step: Step, save: Save, state: State, loss: Array, observe: Array
-) -> Program:
-    """Trace step and observation on the shapes of one member."""
-    sampler = batches.sampler
-    member_state = shapes(state, 1)
-    arrays = shapes(batches.arrays, int(sampler.stacked))
-    plan = shapes(batches.plan, int(not sampler.shared))
-    example = (member_state, arrays, plan, jnp.asarray(0), shapes(loss, 1))
-    step_of = cache(partial(trace_step, step, sampler, example))
-    observation = None
-    if save.observe is not None:
-        key = shapes(observe, 1)
-        observation = trace_observation(save.observe, member_state, jnp.asarray(0), key)
-    return Program(step_of, step_of(batches.segment.size, None), observation)
 
 
 def identity_of(run: Run, state: State, sampler: Sampler, key: Any) -> dict[str, Any]:

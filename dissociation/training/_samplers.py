@@ -178,13 +178,10 @@ class Epochs(_Known):
         if not self.shuffle:
             return None
 
-        def order(epoch: Array) -> Array:
-            epoch_key = jax.random.fold_in(typed(key), epoch)
-            permutation = jax.random.permutation(epoch_key, self.num_samples)
-            return permutation[: self.epoch_steps * self.batch_size]
-
         epochs = block * self.span + jnp.arange(self.span)
-        return jax.vmap(order)(epochs).reshape(-1)
+        epoch_keys = jax.vmap(jax.random.fold_in, (None, 0))(typed(key), epochs)
+        orders = jax.vmap(partial(jax.random.permutation, x=self.num_samples))(epoch_keys)
+        return orders[:, : self.epoch_steps * self.batch_size].reshape(-1)
 
     def batch(self, plan: Array | None, within: Any, size: int | None) -> PyTree:
         if size is None:
@@ -334,17 +331,6 @@ def _ahead(batches: Iterator[Any], count: int) -> "Future[list[Any]]":
 
     threading.Thread(target=fill, daemon=True).start()
     return future
-
-
-def streams(key: Array) -> Array:
-    """Split keys into keys [3, ...] for losses, observations, and the order of data.
-
-    There is one key, or one key per member.
-    """
-    split: Any = partial(jax.random.split, num=3)
-    if key.ndim:
-        split = jax.vmap(split)
-    return jnp.moveaxis(split(key), -1, 0)
 
 
 def steps_per_epoch(num_samples: int, batch_size: int, *, drop_remainder: bool = False) -> int:

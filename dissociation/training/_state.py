@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,21 +19,14 @@ from dissociation._core.types import PRNGKey, PyTree, Size, parameter_mask
 from dissociation._core.validation import validated
 
 
-class Static:
+class Static(NamedTuple):
     """Leaves of a model that are not arrays; equal if all pairs are identical or compare equal."""
 
-    def __init__(self, tree: Any):
-        self.leaves, self.treedef = jax.tree.flatten(tree)
+    leaves: list[Any]
+    treedef: Any
 
     def __hash__(self) -> int:
         return hash(self.treedef)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Static):
-            return NotImplemented
-        if self.treedef != other.treedef:
-            return False
-        return all(a is b or bool(a == b) for a, b in zip(self.leaves, other.leaves, strict=True))
 
 
 class State(eqx.Module):
@@ -70,7 +63,7 @@ class State(eqx.Module):
             )
         if "model" in changes:
             arrays, static = eqx.partition(changes.pop("model"), eqx.is_array)
-            changes |= {"arrays": arrays, "static": Static(static)}
+            changes |= {"arrays": arrays, "static": Static(*jax.tree.flatten(static))}
         return dataclasses.replace(self, **changes)
 
 
@@ -108,7 +101,8 @@ class Step(eqx.Module):
         if not jax.tree.leaves(arrays):
             checks.fail("model", "hold at least one array", "none")
         opt_state = first_opt_state(self.optimizer, arrays, hyperparams)
-        return State(arrays, aux, opt_state, hyperparams, jnp.asarray(0, int), Static(static))
+        static = Static(*jax.tree.flatten(static))
+        return State(arrays, aux, opt_state, hyperparams, jnp.asarray(0, int), static)
 
     def __call__(self, state: State, batch: PyTree, key: PRNGKey) -> tuple[State, Info]:
         """Return the state after one update, and the `Info`; `key` goes to the loss."""
@@ -297,24 +291,24 @@ def first_opt_state(optimizer: Any, arrays: Any, hyperparams: Any) -> Any:
 
 def checked_models(models: Any) -> Any:
     """Return models with arrays of real numbers that JAX keeps, none in half precision."""
-
-    def checked(path: Any, leaf: Any) -> Any:
+    named_leaves, structure = jax.tree_util.tree_flatten_with_path(
+        models, is_leaf=lambda leaf: isinstance(leaf, eqx.nn.State)
+    )
+    leaves = []
+    for path, leaf in named_leaves:
         if isinstance(leaf, eqx.nn.State):
             advice = (
                 "Pass models alone and their states as `aux`: the optimiser would change "
                 "running statistics"
             )
             checks.fail_kind("models", "hold parameters", "an eqx.nn.State among them", advice)
-        if not isinstance(leaf, np.ndarray) and not eqx.is_inexact_array(leaf):
-            return leaf
-        name = f"models{jax.tree_util.keystr(path)}"
-        array = as_array(name, leaf, "real numbers", may_be_empty=True)
-        check_fits(name, array)
-        return to_device(as_numbers(name, array, frozenset({"bool", "int", "float"})))
-
-    return jax.tree_util.tree_map_with_path(
-        checked, models, is_leaf=lambda leaf: isinstance(leaf, eqx.nn.State)
-    )
+        if isinstance(leaf, np.ndarray) or eqx.is_inexact_array(leaf):
+            name = f"models{jax.tree_util.keystr(path)}"
+            array = as_array(name, leaf, "real numbers", may_be_empty=True)
+            check_fits(name, array)
+            leaf = to_device(as_numbers(name, array, frozenset({"bool", "int", "float"})))
+        leaves.append(leaf)
+    return structure.unflatten(leaves)
 
 
 def _same_structure(new: Any, old: Any, name: str, subject: str) -> Any:
@@ -322,8 +316,10 @@ def _same_structure(new: Any, old: Any, name: str, subject: str) -> Any:
 
     The message calls `old` the `subject` that the function `name` returns.
     """
-    new_shapes = shapes_and_dtypes(map(jnp.asarray, jax.tree.leaves(new)))
-    old_shapes = shapes_and_dtypes(map(jnp.asarray, jax.tree.leaves(old)))
+    new_shapes, old_shapes = (
+        [(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))]
+        for tree in (new, old)
+    )
     if jax.tree.structure(new) != jax.tree.structure(old) or new_shapes != old_shapes:
         description = type(new).__name__
         if type(new) is type(old):
@@ -333,8 +329,3 @@ def _same_structure(new: Any, old: Any, name: str, subject: str) -> Any:
         )
         checks.fail(name, requirement, description)
     return new
-
-
-def shapes_and_dtypes(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Return the shape and dtype of every leaf."""
-    return [(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -8,6 +8,8 @@ import enum
 import hashlib
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import equinox as eqx
@@ -32,23 +34,33 @@ CONTEXT = ("compute_type", "threefry_partitionable")
 """Settings of an operation's context that change what it computes."""
 
 
+@dataclass(frozen=True, eq=False)
 class Code:
     """Operations of a traced function, without its arrays.
 
-    Two codes are equal if their operations are equal. `digest` is the same in every process. An
-    object without canonical text, such as the function behind a callback, is in the digest by its
-    name; equality compares the object itself. `primitives` holds the names of the operations, those
-    in sub-jaxprs included.
+    Two codes are equal if their operations are equal. An object without canonical text, such as the
+    function behind a callback, is in the digest by its name; equality compares the object itself.
     """
 
-    def __init__(self, jaxpr: jex.Jaxpr, in_tree: Any, out_tree: Any):
-        self.jaxpr = jaxpr
-        self.in_tree = in_tree
-        self.out_tree = out_tree
-        description = _Description()
-        self.digest = _digest(description.of_jaxpr(jaxpr))
-        self.primitives = frozenset(description.primitives)
-        self._objects = description.objects
+    jaxpr: Any
+    in_tree: Any
+    out_tree: Any
+
+    @cached_property
+    def _writer(self) -> "_Writer":
+        writer = _Writer()
+        writer.digest_of(self.jaxpr)
+        return writer
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of the operations, which is the same in every process."""
+        return self._writer.digest_of(self.jaxpr)
+
+    @property
+    def primitives(self) -> frozenset[str]:
+        """Return the names of the operations, those in sub-jaxprs included."""
+        return frozenset(self._writer.primitives)
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -58,9 +70,7 @@ class Code:
             return NotImplemented
         if (self.in_tree, self.out_tree) != (other.in_tree, other.out_tree):
             return False
-        if self.digest != other.digest or len(self._objects) != len(other._objects):
-            return False
-        return all(a is b or a == b for a, b in zip(self._objects, other._objects, strict=True))
+        return self.digest == other.digest and self._writer.objects == other._writer.objects
 
 
 class Traced(eqx.Module):
@@ -77,26 +87,23 @@ class Traced(eqx.Module):
         closed = jex.ClosedJaxpr(self.code.jaxpr, self.consts)
         results = jex.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
         arrays = []
-        for result, aval in zip(results, self._avals, strict=True):
+        for result, var in zip(results, self.code.jaxpr.outvars, strict=True):
             if not isinstance(result, jax.Array):  # a constant result is a number
-                result = jnp.asarray(result, aval.dtype)
+                result = jnp.asarray(result, var.aval.dtype)
             arrays.append(result)
         return self.code.out_tree.unflatten(arrays)
 
     @property
     def out(self) -> Any:
         """Return the shapes and dtypes of the result."""
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals]
+        avals = [var.aval for var in self.code.jaxpr.outvars]
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         return self.code.out_tree.unflatten(shapes)
 
     @property
     def weak(self) -> bool:
         """Return True if a result has a weak type, which a call makes strong."""
-        return any(aval.weak_type for aval in self._avals)
-
-    @property
-    def _avals(self) -> list[Any]:
-        return [var.aval for var in self.code.jaxpr.outvars]
+        return any(var.aval.weak_type for var in self.code.jaxpr.outvars)
 
     def fingerprint(self) -> str:
         """Return a digest of the operations and of `consts`.
@@ -122,20 +129,19 @@ def trace(function: Callable[..., Any], *example: Any) -> Traced:
     return Traced(code, consts)
 
 
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-class _Description:
+class _Writer:
     """Writer of programs in a canonical form; `objects` are those with only a name, in order."""
 
     def __init__(self):
         self.objects: list[Any] = []
         self.primitives: set[str] = set()
-        self._digests: dict[int, tuple[Any, str]] = {}  # jaxprs and their digests, by `id`
+        # Digests by `id`; the jaxpr is stored as well, so that its `id` stays unique.
+        self._digests: dict[int, tuple[Any, str]] = {}
 
-    def of_jaxpr(self, jaxpr: jex.Jaxpr) -> str:
-        """Return the text of a jaxpr, whose variables are numbered."""
+    def digest_of(self, jaxpr: jex.Jaxpr) -> str:
+        """Return the digest of a jaxpr, written once, whose variables are numbered."""
+        if id(jaxpr) in self._digests:
+            return self._digests[id(jaxpr)][1]
         names: dict[Any, str] = {}
 
         def bound(variables: Any) -> str:
@@ -163,14 +169,17 @@ class _Description:
             settings = [getattr(equation.ctx, name, None) for name in CONTEXT]
             results = bound(equation.outvars)
             lines.append(f"{results} = {operation} {arguments} [{', '.join(params)}] {settings}")
-        return "\n".join([*lines, used(jaxpr.outvars)])
+        text = "\n".join([*lines, used(jaxpr.outvars)])
+        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self._digests[id(jaxpr)] = (jaxpr, digest)
+        return digest
 
     def of(self, value: Any) -> str:
         """Return the text of a parameter of an operation."""
         if isinstance(value, jex.ClosedJaxpr):
-            return f"{{{self._once(value.jaxpr)} {self.of(list(value.consts))}}}"
+            return f"{{{self.digest_of(value.jaxpr)} {self.of(list(value.consts))}}}"
         if isinstance(value, jex.Jaxpr):
-            return f"{{{self._once(value)}}}"
+            return f"{{{self.digest_of(value)}}}"
         if isinstance(value, jax.Array):
             return checkpoints.fingerprint(value)
         if hasattr(value, "__array__") and not isinstance(value, type):
@@ -188,11 +197,3 @@ class _Description:
             return f"dict({', '.join(pairs)})"
         self.objects.append(value)
         return re.sub(r" at 0x[0-9a-f]+", "", f"{type(value).__qualname__}:{value!r}")
-
-    def _once(self, jaxpr: jex.Jaxpr) -> str:
-        """Return the digest of a sub-jaxpr, which often occurs several times."""
-        if id(jaxpr) not in self._digests:
-            digest = _digest(self.of_jaxpr(jaxpr))
-            # The jaxpr is stored as well, so that its `id` stays unique.
-            self._digests[id(jaxpr)] = (jaxpr, digest)
-        return self._digests[id(jaxpr)][1]
