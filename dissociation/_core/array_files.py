@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from dissociation._core.checks import check_count, fail
+from dissociation._core.checks import check_count, fail, import_extra
 from dissociation._core.files import RefusedFile, check_regular, reading
 from dissociation._core.memory import host_budget
 
@@ -295,13 +295,7 @@ def _described(path: Path, name: str, stream: Stream, size: int) -> StoredArray:
 
 
 def _safetensors_arrays(path: Path) -> dict[str, StoredArray]:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ImportError(
-            "safetensors must be installed for .safetensors files: "
-            "pip install 'dissociation[files]'."
-        ) from error
+    safe_open = import_extra("safetensors", ".safetensors files", "files").safe_open
     with open(path, "rb") as file:
         header_length = int.from_bytes(file.read(8), "little")
         if header_length > _LARGEST_DIRECTORY:

@@ -1,5 +1,6 @@
 """Argument checks, whose messages read "`name` must ..., got ..."."""
 
+import importlib
 import inspect
 import sys
 import warnings
@@ -34,6 +35,16 @@ def fail(
     if advice:
         message += f" {advice}."
     raise error(message)
+
+
+def import_extra(module: str, use: str, extra: str) -> Any:
+    """Import a package of one of the extras, or name the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{module} must be installed for {use}: pip install 'dissociation[{extra}]'."
+        ) from error
 
 
 def fail_kind(name: str, requirement: str, received: object, advice: str = "") -> NoReturn:

@@ -1,7 +1,6 @@
 """Datasets of xarray with named axes, and files that restore them bit for bit."""
 
 import dataclasses
-import importlib
 import io
 import json
 import os
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dissociation._core.array_files import check_size, npz_arrays, total_bytes
-from dissociation._core.checks import check_known, fail, fail_kind
+from dissociation._core.checks import check_known, fail, fail_kind, import_extra
 from dissociation._core.files import (
     RefusedFile,
     check_regular,
@@ -203,7 +202,7 @@ def _write_npz(dataset: "xarray.Dataset", path: Path) -> None:
 
 
 def _write_netcdf(dataset: "xarray.Dataset", path: Path) -> None:
-    _check_netcdf()
+    import_extra("h5netcdf", ".nc files", "netcdf")
     dtypes = {}
     encoding = {}
     for name, variable in dataset.variables.items():
@@ -240,7 +239,7 @@ def load_results(path: str | os.PathLike[str]) -> "xarray.Dataset":
     check_regular(source)  # a missing or unreadable file is not a broken one
     read = _read_npz
     if source.suffix == ".nc":
-        _check_netcdf()
+        import_extra("h5netcdf", ".nc files", "netcdf")
         read = _read_netcdf
     try:
         return read(source)
@@ -288,12 +287,3 @@ def _read_netcdf(path: Path) -> "xarray.Dataset":
     dataset = dataset.assign(variables)
     dataset.attrs = labels["attrs"]
     return dataset
-
-
-def _check_netcdf() -> None:
-    try:
-        importlib.import_module("h5netcdf")
-    except ImportError as error:
-        raise ImportError(
-            "h5netcdf must be installed for .nc files: pip install 'dissociation[netcdf]'."
-        ) from error

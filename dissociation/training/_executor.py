@@ -12,21 +12,19 @@ import platform
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from dissociation._core import checks, files
-from dissociation.training import _interrupts as interrupts
-from dissociation.training._plan import Plan, planned
-from dissociation.training._progress import MeterFactory, open_meter
+from dissociation.training._interrupts import waiting
+from dissociation.training._plan import Plan
+from dissociation.training._progress import open_meter
 from dissociation.training._records import Callback
-from dissociation.training._sweep_folder import MANIFEST, SweepFolder, group_file, plan_of
+from dissociation.training._sweep_folder import MANIFEST, SweepFolder, group_file
 
 TASKS = "tasks.pickle"
 """File with the functions and arrays of a sweep."""
@@ -43,182 +41,137 @@ SETTINGS = (
 _one_group = threading.Lock()
 
 
-def _machine() -> dict[str, str]:
-    """Return versions and backend, which a worker must share for equal results."""
-    versions = {name: metadata.version(name) for name in PACKAGES}
-    return {"Python": platform.python_version(), **versions, "backend": jax.default_backend()}
-
-
-def _settings() -> dict[str, Any]:
-    return {name: jax.config.values[name] for name in SETTINGS}
+def _environment() -> Any:
+    """Return versions, backend and settings, which a worker must share for equal results."""
+    environment = {name: metadata.version(name) for name in PACKAGES}
+    environment["Python"] = platform.python_version()
+    environment["backend"] = jax.default_backend()
+    return environment | {name: jax.config.values[name] for name in SETTINGS}
 
 
 @contextmanager
-def submitting(executor: Any, folder: Path, contents: tuple[Any, ...]) -> Iterator["Tasks"]:
+def submitting(executor: Any, folder: Path, contents: Any) -> Any:
     """Write a file for tasks to the folder, yield the tasks, and remove the file."""
-    try:
-        import cloudpickle
-    except ImportError as error:
-        checks.fail(
-            "executor",
-            'be used with the extra "executor": pip install "dissociation[executor]"',
-            f"no {error.name}",
-        )
-    path = folder / TASKS
-    header = {"machine": _machine(), "settings": _settings()}
-    file_bytes = json.dumps(header).encode() + b"\n" + cloudpickle.dumps(contents)
+    cloudpickle = checks.import_extra("cloudpickle", "`executor`", "executor")
+    path = folder.absolute() / TASKS
+    file_bytes = pickle.dumps((_environment(), cloudpickle.dumps(contents)))
     files.write_bytes(path, file_bytes)
     try:
-        yield Tasks(executor, path, _digest(file_bytes))
+        yield Tasks(executor, path, hashlib.sha256(file_bytes).hexdigest())
     finally:
-        path.unlink(missing_ok=True)
-        for steps in folder.glob("group-*.steps"):
-            steps.unlink(missing_ok=True)
+        for file in folder.glob("tasks*"):
+            file.unlink()
 
 
-def _digest(contents: bytes) -> str:
-    return hashlib.blake2b(contents, digest_size=16).hexdigest()
+class Tasks(NamedTuple):
+    """Tasks of one sweep, for an executor."""
 
+    executor: Any
+    path: Path
+    digest: str
 
-class Tasks:
-    """Tasks of one sweep, submitted to an executor."""
+    def run(self, names: Any, show: Any) -> Any:
+        """Run tasks and return the last result, None if the executor has lost it.
 
-    def __init__(self, executor: Any, path: Path, digest: str):
-        self.executor = executor
-        self.path = path
-        self.digest = digest
+        Args:
+            names: Names of the tasks, by index, for errors.
+            show: Function that is called with the indices of the tasks that run.
+        """
+        futures = {}
+        for index in names:
+            try:
+                futures[index] = self.executor.submit(run_task, self.path, self.digest, index)
+            except Exception as error:
+                checks.warn(f"`executor` took no task ({error!r}): it is done here.")
+        result = None
+        errors = ""
+        while futures:
+            with waiting():
+                time.sleep(0.2)
+            for index in list(futures):
+                if futures[index].done():
+                    try:
+                        result, error = futures.pop(index).result()
+                        if error:
+                            errors += f"\n{names[index]}:\n{error}"
+                    except Exception as error:
+                        checks.warn(f"`executor` lost a task ({error!r}): it is done here.")
+            show(futures)
+        if errors:
+            raise RuntimeError(f"Workers raised, for{errors}")
+        return result
 
-    def _submit(self, index: int | None) -> Any:
-        """Return the future of a group, or of the plan; None if the executor takes no task."""
-        try:
-            return self.executor.submit(run_task, str(self.path.absolute()), self.digest, index)
-        except Exception as error:
-            checks.warn(f"`executor` took no task ({error!r}): it is done here.")
-            return None
-
-    def _outcome(self, future: Any) -> tuple[Any, str | None]:
-        """Return result and error of a task that has ended; neither if the executor has lost it."""
-        try:
-            return future.result()
-        except Exception as error:
-            checks.warn(f"`executor` lost a task ({error!r}): it is done here.")
-            return None, None
-
-    def plan(self) -> Plan | None:
-        """Return the plan that a worker makes, or None if it is lost."""
-        future = self._submit(None)
-        if future is None:
-            return None
-        while not future.done():
-            _wait()
-        plan, error = self._outcome(future)
-        if error is not None:
-            raise RuntimeError(f"A worker could not plan the sweep. It raised:\n{error}")
-        return None if plan is None else Plan(**plan)
-
-    def train(self, plan: Plan, num_steps: int, progress: str | MeterFactory | None) -> None:
+    def train(self, plan: Plan, num_steps: int, progress: Any) -> None:
         """Train the groups that are not finished; those that are lost are left as they are."""
         folder = self.path.parent
-        num_groups = len(plan.groups)
-        steps_of_group = dict.fromkeys(range(num_groups), num_steps)
-        futures = {}
-        for index in range(num_groups):
-            if not group_file(folder, index, "trained").exists():
-                futures[index] = self._submit(index)
+        total = len(plan.groups)
+        names = {
+            i: f"members {members}"
+            for i, members in enumerate(plan.groups)
+            if not group_file(folder, i, "trained").exists()
+        }
 
-        errors = []
-        description = f"{plan}, in workers"
-        with closing(open_meter(progress, num_steps * num_groups, description)) as meter:
-            while futures:
-                for index, future in list(futures.items()):
-                    steps_of_group[index] = _steps_of(group_file(folder, index, "steps"))
-                    if future is not None and not future.done():
-                        continue
-                    del futures[index]
-                    error = None if future is None else self._outcome(future)[1]
-                    if error is None:
-                        steps_of_group[index] = num_steps
-                    else:
-                        errors.append(f"members {plan.groups[index]}:\n{error}")
-                text = f"{len(futures)} of {num_groups} groups left"
-                meter.advance(sum(steps_of_group.values()), text)
-                if futures:
-                    _wait()
-        if errors:
-            raise RuntimeError("Training raised in workers, for\n" + "\n".join(errors))
+        def show(running: Any):
+            step = num_steps * (total - len(running))
+            for index in running:
+                with suppress(OSError, ValueError):  # not written, or not completely
+                    step += int((folder / f"tasks-{index}").read_text())
+            meter.advance(step, f"{len(running)} of {total} groups left")
+
+        with closing(open_meter(progress, num_steps * total, f"{plan}, in workers")) as meter:
+            self.run(names, show)
 
 
-def _wait() -> None:
-    with interrupts.waiting():
-        time.sleep(0.2)
-
-
-def _steps_of(path: Path) -> int:
-    """Return the number of steps that a worker has written."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return 0
-
-
-def run_task(path: str, digest: str, index: int | None) -> tuple[Any, str | None]:
+def run_task(path: Path, digest: str, index: int | None) -> Any:
     """Train a group, or plan the sweep, in a worker; return the plan, and an error's traceback."""
     with _one_group:
-        earlier_settings = _settings()
+        earlier = _environment()
         try:
-            sweep, memory_budget, num_groups, same_program = _read(Path(path), digest)
+            make_plan, sweep, same_program = _read(path, digest)
             if index is None:
-                return planned(sweep, memory_budget, num_groups)._asdict(), None
-            folder = Path(path).parent
-            manifest = json.loads((folder / MANIFEST).read_text())
-            members = plan_of(manifest).groups[index]
-            how = SweepFolder(folder, manifest, {}).how(sweep.how)
-            checkpoint = group_file(folder, index, "ckpt")
-            steps_file = _StepsFile(group_file(folder, index, "steps"))
+                return make_plan(), None
+            folder = path.parent
+            sweep_folder = SweepFolder(folder, json.loads((folder / MANIFEST).read_text()), {})
+            steps = _Steps(folder / f"tasks-{index}")
             while True:
                 try:
-                    sweep.fit(members, how, checkpoint, steps_file, same_program=same_program)
+                    sweep_folder.fit(index, sweep, steps, same_program)
                     return None, None
                 except BlockingIOError:  # a task of an earlier call trains this group
                     time.sleep(1)
         except Exception:
             return None, traceback.format_exc()
         finally:
-            for name, setting in earlier_settings.items():
-                jax.config.update(name, setting)
+            for name in SETTINGS:
+                jax.config.update(name, earlier[name])
 
 
 def _read(path: Path, digest: str) -> Any:
     """Return the contents that `submitting` wrote, with the settings of its process."""
     contents = path.read_bytes()
-    if _digest(contents) != digest:
+    if hashlib.sha256(contents).hexdigest() != digest:
         raise files.RefusedFile(f"{path} was written anew since this task was submitted.")
-    header, pickled = contents.split(b"\n", 1)
-    caller = json.loads(header)
-    _check_equal(caller["machine"], _machine())
-    for name, setting in caller["settings"].items():
-        jax.config.update(name, setting)
-    _check_equal(caller["settings"], _settings())
+    environment, pickled = pickle.loads(contents)
+    for name, setting in environment.items():
+        if name in SETTINGS:  # after versions and backend
+            jax.config.update(name, setting)
+        received = _environment()[name]
+        if received != setting:
+            raise RuntimeError(
+                f"A worker must have {name} {setting}, as the caller of fit_grid, got {received}."
+            )
     return pickle.loads(pickled)
 
 
-def _check_equal(caller: dict[str, Any], worker: dict[str, Any]) -> None:
-    for name, setting in caller.items():
-        if worker[name] != setting:
-            raise RuntimeError(
-                f"A worker must have {name} {setting}, as the caller of fit_grid, "
-                f"got {worker[name]}."
-            )
-
-
-class _StepsFile(Callback):
+class _Steps(Callback):
     """Number of steps in a file, written at most once a second."""
+
+    due = 0.0
 
     def __init__(self, path: Path):
         self.path = path
-        self.written_at = -np.inf
 
-    def advance(self, step: int, loss: np.ndarray) -> None:
-        if time.monotonic() - self.written_at > 1:
+    def advance(self, step: int, loss: Any):
+        if time.time() > self.due:
             self.path.write_text(str(step))
-            self.written_at = time.monotonic()
+            self.due = time.time() + 1

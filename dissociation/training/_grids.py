@@ -215,9 +215,11 @@ def fit_grid(
         if executor is None or sweep_folder.path is None:
             plan = sweep_folder.plan(plan_here, how, num_groups)
         else:
-            contents = (sweep, memory_budget, num_groups, same_program)
+            make_plan = partial(planned, sweep, memory_budget, num_groups)
+            contents = (make_plan, sweep, same_program)
             with submitting(executor, sweep_folder.path, contents) as tasks:
-                plan = sweep_folder.plan(lambda: tasks.plan() or plan_here(), how, num_groups)
+                plan_there = partial(tasks.run, {None: "the plan"}, len)
+                plan = sweep_folder.plan(lambda: plan_there() or plan_here(), how, num_groups)
                 tasks.train(plan, sweep.num_steps, progress)
         logger.info("%s", plan)
         return _run(sweep, plan, sweep_folder, progress, same_program)
@@ -278,20 +280,18 @@ def _run(
     same_program: bool,
 ) -> GridResult:
     """Train the groups of a plan sequentially, and join their results in the order of the grid."""
-    how = sweep_folder.how(sweep.how)
     num_steps = sweep.num_steps
     histories = []
     records = []
     seconds = []
     with closing(open_meter(progress, num_steps * len(plan.groups), str(plan))) as meter:
-        for index, members in enumerate(plan.groups):
+        for index in range(len(plan.groups)):
             meter.advance(index * num_steps, "compiling")
             steps = _Steps(meter, index * num_steps)
-            checkpoint = sweep_folder.file(index, "ckpt")
             try:
-                result = sweep.fit(members, how, checkpoint, steps, same_program=same_program)
+                result = sweep_folder.fit(index, sweep, steps, same_program)
             except checks.WrongValue as error:
-                if checkpoint is None or not str(error).startswith("`checkpoint`"):
+                if not str(error).startswith("`checkpoint`"):
                     raise
                 raise checks.WrongValue(
                     f"{error} Or pass fresh=True, which sets {sweep_folder.path} aside."

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,11 +16,11 @@ from dissociation._core._compat import jex
 from dissociation._core.conversion import to_device
 from dissociation.training import _machine as machine
 from dissociation.training._chunk import drawn, observe_members, run_chunk
-from dissociation.training._fitting import FitResult, fit, prepared
+from dissociation.training._fitting import prepared
 from dissociation.training._members import gathered, take
 from dissociation.training._partition import Partition
 from dissociation.training._progress import MeterFactory, open_meter
-from dissociation.training._records import Callback, Save, record_steps
+from dissociation.training._records import Save, record_steps
 from dissociation.training._run import Batches, Run
 from dissociation.training._samplers import HostBatches, Sampler
 from dissociation.training._state import Step
@@ -83,20 +82,6 @@ class Sweep(NamedTuple):
         if self.sampler.shared:
             key = (self.order, keys)
         return models, {"aux": aux, "hyperparams": hyperparams, "key": key, **self.length}
-
-    def fit(
-        self,
-        members: Sequence[int],
-        how: dict[str, Any],
-        checkpoint: Path | None,
-        callback: Callback,
-        *,
-        same_program: bool = False,
-    ) -> FitResult:
-        """Train members of one shape, or read them from a finished checkpoint."""
-        models, arguments = self.arguments(members)
-        options = {"save": self.save, "callbacks": [callback], "same_program": same_program, **how}
-        return fit(models, self.step, self.sampler, **arguments, **options, checkpoint=checkpoint)
 
 
 @eqx.filter_jit

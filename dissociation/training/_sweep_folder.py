@@ -12,8 +12,10 @@ from jaxtyping import PyTree
 
 from dissociation._core import checks, files
 from dissociation.training import _checkpoint_file as checkpoints
+from dissociation.training._fitting import FitResult, fit
 from dissociation.training._partition import Partition, Threads
 from dissociation.training._plan import Plan, Sweep
+from dissociation.training._records import Callback
 
 FORMAT = 2
 """Format of the manifest."""
@@ -117,6 +119,23 @@ class SweepFolder(NamedTuple):
         """Return mapping and mesh with "auto" entries from the manifest."""
         partition = Partition(1, **arguments).resumed(self.manifest["layout"])
         return {name: getattr(partition, name) for name in arguments}
+
+    def fit(
+        self, index: int, sweep: Sweep, callback: Callback, same_program: bool = False
+    ) -> FitResult:
+        """Train a group, or read it from a finished checkpoint."""
+        models, arguments = sweep.arguments(plan_of(self.manifest).groups[index])
+        return fit(
+            models,
+            sweep.step,
+            sweep.sampler,
+            **arguments,
+            **self.how(sweep.how),
+            save=sweep.save,
+            callbacks=[callback],
+            checkpoint=self.file(index, "ckpt"),
+            same_program=same_program,
+        )
 
     def file(self, index: int, kind: str) -> Path | None:
         """Return the path of a group's file."""

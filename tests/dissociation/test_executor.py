@@ -124,7 +124,7 @@ def test_errors_of_training_are_raised_with_their_members(tmp_path):
 def test_tasks_compare_versions_and_take_settings(tmp_path, monkeypatch):
     with module.submitting(None, tmp_path, ("contents",)) as tasks:
         assert module._read(tasks.path, tasks.digest) == ("contents",)
-        plan, error = module.run_task(str(tasks.path), "another digest", 0)
+        plan, error = module.run_task(tasks.path, "another digest", 0)
         assert plan is None
         assert "was written anew since this task was submitted" in error
         monkeypatch.setattr(module.platform, "python_version", lambda: "3.0")
@@ -153,8 +153,8 @@ def test_wrong_calls(tmp_path):
 def test_without_the_extra_the_error_names_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(
-        ValueError,
-        match=r'be used with the extra "executor": pip install "dissociation\[executor\]"',
+        ImportError,
+        match=r"cloudpickle must be installed for `executor`: pip install 'dissociation\[executor\]'",
     ):
         trained(tmp_path, executor=Lossy(True))
 

@@ -299,7 +299,7 @@ def test_an_unreadable_file_is_not_called_broken(everything, tmp_path, monkeypat
 def test_without_the_extra_the_error_names_it(everything, tmp_path, monkeypatch):
     path = save_results(everything, tmp_path / "x.nc")
     monkeypatch.setattr(
-        "dissociation._core.datasets.importlib.import_module", Mock(side_effect=ImportError)
+        "dissociation._core.checks.importlib.import_module", Mock(side_effect=ImportError)
     )
     for call in (lambda: save_results(everything, path), lambda: load_results(path)):
         with pytest.raises(
