@@ -61,28 +61,24 @@ def diagnose(
     if is_traced(operator.core) or operator.core.ndim != 2:
         advice = "Diagnose outside of jit, and each operator of a vmap by itself"
         fail("operator", "be one known operator", f"`core` of shape {operator.core.shape}", advice)
-    _check_data(operator, x, y)
-    return tuple(findings_of(operator, x, y))
-
-
-def _check_data(operator: Operator, x: Any, y: Any) -> None:
-    """Raise unless `x` and `y` can be what the operator was fitted to."""
     encode = operator.encode
-    if isinstance(x, Moments):
-        if isinstance(encode, KernelMap):
-            fail("x", "be the states of a fit with a kernel", "moments")
-        if y is not None:
-            fail("y", "be None with moments, which hold successors", f"shape {y.shape}")
-        width = x.widths[0]
-    else:
+    is_kernel = isinstance(encode, KernelMap)
+    if not isinstance(x, Moments):
         if y is None:
             fail("y", "be given with `x`", "None")
         check_finite("x", x)
         check_finite("y", y)
         width = x.shape[1]
-    fitted = encode.centres.shape[1] if isinstance(encode, KernelMap) else encode.matrix.shape[0]
+    elif is_kernel:
+        fail("x", "be the states of a fit with a kernel", "moments")
+    elif y is not None:
+        fail("y", "be None with moments, which hold successors", f"shape {y.shape}")
+    else:
+        width = x.widths[0]
+    fitted = encode.centres.shape[1] if is_kernel else encode.matrix.shape[0]
     if width != fitted:
         fail("x", f"have {fitted} columns, as the operator was fitted", width)
+    return tuple(findings_of(operator, x, y))
 
 
 def findings_of(operator: Operator, x: Any, y: Any) -> Iterator[Finding]:
@@ -99,7 +95,18 @@ def findings_of(operator: Operator, x: Any, y: Any) -> Iterator[Finding]:
         is_centred = fitting is not None and fitting.settings.is_centred
         if not is_centred:
             yield from lost_variance(x)
-        yield from _few_pairs(x, operator)
+        rank = operator.core.shape[0]
+        if rank > x.shape[0]:
+            sentence = (
+                "There are fewer pairs than directions of the operator, and eigenvalues of "
+                "the rest are zero."
+            )
+            advice = (
+                "If snapshots are in columns, [features, time], pass the transpose x.T; if in "
+                "rows, [time, features], a lower rank is enough."
+            )
+            numbers = {"pairs": float(x.shape[0]), "rank": float(rank)}
+            yield Finding("few_pairs", numbers, sentence, advice)
         yield from _regression(operator, _rows_of_pairs(x, y, is_centred))
         return
 
@@ -113,23 +120,14 @@ def findings_of(operator: Operator, x: Any, y: Any) -> Iterator[Finding]:
 
 
 def _findings_of_fit(operator: Operator, fitting: Fitting) -> Iterator[Finding]:
-    compared = fitting.settings.compared
+    """Yield findings on solver, `alpha`, columns, rank and rounding."""
+    settings = fitting.settings
     alpha = float(operator.alpha)
     yield from unconverged(fitting.residual, rounding_unit(operator.core))
-    if compared:
-        yield from large_alpha(alpha, fitting.variance, fitting.trace, compared)
-    if fitting.squares is not None:
-        yield from _small_columns(np.asarray(fitting.squares), alpha)
-    if fitting.settings.has_rank:
-        yield from _few_directions(operator)
-    values = np.asarray(operator.singular_values)
-    trailing_values = np.asarray(fitting.trailing_values)
-    yield from _equal_values(values, trailing_values, float(fitting.cutoff))
-    yield from _rounding(operator)
+    if settings.compared:
+        yield from large_alpha(alpha, fitting.variance, fitting.trace, settings.compared)
 
-
-def _small_columns(squares: np.ndarray, alpha: float) -> Iterator[Finding]:
-    """Yield a finding if the default `alpha`, in proportion to all columns, suppresses columns."""
+    squares = np.asarray(0.0 if fitting.squares is None else fitting.squares)
     columns = np.flatnonzero((squares > 0) & (squares < 3 * alpha))
     if len(columns):
         sentence = (
@@ -140,30 +138,30 @@ def _small_columns(squares: np.ndarray, alpha: float) -> Iterator[Finding]:
         numbers = {"column": float(columns[0]), "columns": float(len(columns))}
         yield Finding("small_columns", numbers, sentence, "Bring them to one size.")
 
-
-def _few_directions(operator: Operator) -> Iterator[Finding]:
     rank = operator.core.shape[0]
     num_directions = int(operator.effective_rank)
-    if num_directions < rank:
+    if settings.has_rank and num_directions < rank:
         sentence = (
             f"`rank` ({rank}) exceeds the {num_directions} directions that the data hold in "
             f"{operator.core.dtype}: the other "
             f"{rank - num_directions} latent functions are zero or rounding."
         )
-        numbers: dict[str, float] = {"rank": rank, "directions": num_directions}
+        numbers = {"rank": float(rank), "directions": float(num_directions)}
         yield Finding("few_directions", numbers, sentence, f"Lower it to {num_directions}.")
+    yield from _equal_values(operator, fitting)
+    yield from _rounding(operator)
 
 
-def _equal_values(
-    values: np.ndarray, trailing_values: np.ndarray, cutoff: float
-) -> Iterator[Finding]:
+def _equal_values(operator: Operator, fitting: Fitting) -> Iterator[Finding]:
     """Yield a finding if the rank separates equal singular values.
 
     Rounding then chooses the directions.
     """
-    if not trailing_values.size or values[-1] <= cutoff * values[0]:
-        return
+    values = np.asarray(operator.singular_values)
+    trailing_values = np.asarray(fitting.trailing_values)
     last = values[-1]
+    if not trailing_values.size or last <= float(fitting.cutoff) * values[0]:
+        return
     tolerance = np.finfo(values.dtype).eps ** 0.75 * last
     if last - trailing_values[0] > tolerance:
         return
@@ -204,22 +202,6 @@ def _rounding(operator: Operator) -> Iterator[Finding]:
         )
         advice = "Raise `alpha`, take another solver or route, or enable x64."
         yield Finding("rounding", {"error": error}, sentence, advice)
-
-
-def _few_pairs(x: Array | np.ndarray, operator: Operator) -> Iterator[Finding]:
-    """Yield a finding if the operator has more directions than pairs, as of transposed data."""
-    rank = operator.core.shape[0]
-    if rank > x.shape[0]:
-        sentence = (
-            "There are fewer pairs than directions of the operator, and eigenvalues of "
-            "the rest are zero."
-        )
-        advice = (
-            "If snapshots are in columns, [features, time], pass the transpose x.T; if in rows, "
-            "[time, features], a "
-            "lower rank is enough."
-        )
-        yield Finding("few_pairs", {"pairs": x.shape[0], "rank": rank}, sentence, advice)
 
 
 class _Rows(NamedTuple):
