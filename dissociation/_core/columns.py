@@ -1,7 +1,6 @@
 """Meanings of columns by their values: clocks, runs, and labels that come back."""
 
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -53,7 +52,7 @@ class Reading(NamedTuple):
         return f"use lagged_pairs(frame, {words})"
 
 
-def _listed(run: Any) -> list[Any]:
+def _listed(run: Any):
     """Return one label or a list of labels as a list, which is empty for None."""
     if isinstance(run, list):
         return run
@@ -117,7 +116,7 @@ def doubts_of(table: Any, run: Any = None) -> Doubts:
     return Doubts(clocks, wraps, runs, labels)
 
 
-def _complete_columns(table: Any, order: np.ndarray) -> Iterator[tuple[Any, str, np.ndarray]]:
+def _complete_columns(table: Any, order: np.ndarray):
     """Yield label, kind and sorted values of the columns without missing values.
 
     The kind is that of the dtype, or "M" for dates, and "O" for text and objects.

@@ -1,6 +1,5 @@
 """Free memory of the host and of its control groups."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -12,9 +11,7 @@ def host_budget() -> int:
     return max(0, free) // 2
 
 
-def _free_in_groups(
-    process: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup"
-) -> Iterator[int]:
+def _free_in_groups(process: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup"):
     """Yield the free bytes of this process' limited control groups, parents included."""
     for line in _lines(process):
         _, controllers, group = line.split(":", 2)
@@ -43,7 +40,7 @@ def _free_in_groups(
             yield int(limit[0]) - int(usage[0]) + int(cached)
 
 
-def _lines(path: str | Path) -> list[str]:
+def _lines(path: str | Path):
     try:
         return Path(path).read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

@@ -523,13 +523,11 @@ def _read(
     return GroupReport(groups, _frozen(flow, program, parameters))
 
 
-def _leaves(flow: Flow, axes: list[Axis]) -> list[Leaf]:
+def _leaves(flow: Flow, axes: list[Axis]):
     return [leaf for axis in axes for leaf in flow.atoms.leaves(axis)]
 
 
-def _slots(
-    flow: Flow, program: Program, parameters: list[Value], outgoing: set[Name]
-) -> tuple[dict[int, list[Slot]], dict[int, int]]:
+def _slots(flow: Flow, program: Program, parameters: list[Value], outgoing: set[Name]):
     """Return the slots and the number of copies of each dimension."""
     present = set()
     for value in parameters:
@@ -558,7 +556,7 @@ def _slots(
     return slots_of_atom, num_copies
 
 
-def _frozen(flow: Flow, program: Program, parameters: list[Value]) -> dict[str, str]:
+def _frozen(flow: Flow, program: Program, parameters: list[Value]):
     """Return the reason for each axis of which at least a part is fixed."""
     frozen: dict[str, str] = {}
     for path, value in zip(program.paths, parameters, strict=True):
@@ -593,9 +591,7 @@ def _cancels(sharing: np.ndarray | None, slots: list[Slot], linear_reads: set[Na
     return True
 
 
-def _main_scaling(
-    scalings: np.ndarray, slots: list[Slot]
-) -> tuple[np.ndarray | None, float | None]:
+def _main_scaling(scalings: np.ndarray, slots: list[Slot]):
     """Return the exponents that `scale` uses, and the degree of homogeneity."""
     if not len(scalings):
         return None, None

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
 
 
 @contextmanager
-def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
+def _reading(path: str | os.PathLike[str]):
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise OSError(
             errno.EINVAL, "It must be a regular file, got a device or a pipe", os.fspath(path)
@@ -121,7 +120,7 @@ def fingerprint(tree: Any) -> str:
     return digest.hexdigest()
 
 
-def _storable_leaves(tree: Any) -> list[tuple[str, Any]]:
+def _storable_leaves(tree: Any):
     """Return the paths and leaves that are numbers, arrays, or shapes of arrays."""
     kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
     return [
@@ -138,7 +137,7 @@ def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _encode(leaf: Any) -> tuple[dict[str, Any], "bytes | memoryview"]:
+def _encode(leaf: Any):
     """Return the description of a leaf for the header, and its bytes."""
     if type(leaf) in _NUMBERS:
         number = leaf
@@ -190,7 +189,7 @@ def _decode(entry: dict[str, Any], blob: bytes, like: Any, path: Any) -> Any:
     return to_device(array)
 
 
-def _read_meta(contents: bytes, path: Any) -> tuple[dict[str, Any], int]:
+def _read_meta(contents: bytes, path: Any):
     """Return the header and the offset of the first leaf."""
     size = len(MAGIC)
     start = size + 12

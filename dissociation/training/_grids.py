@@ -226,7 +226,7 @@ def fit_grid(
 
 
 @jax.jit
-def _keys_of_sweep(key: Array, seeds: Array) -> tuple[Array, Array]:
+def _keys_of_sweep(key: Array, seeds: Array):
     """Return the key of the data order, and keys [members, 2] of each model and its training."""
     root, order = jax.random.split(key)
     return order, jax.vmap(jax.random.split)(folded(root, seeds))
@@ -314,9 +314,7 @@ def _run(
     return GridResult(sweep.grid, history, diverged_at, plan, tuple(seconds), models_of, aux_of)
 
 
-def _trained(
-    sweep: Sweep, plan: Plan, sweep_folder: SweepFolder, members: Any
-) -> tuple[PyTree, PyTree]:
+def _trained(sweep: Sweep, plan: Plan, sweep_folder: SweepFolder, members: Any):
     """Return trained models and `aux` of some members, stacked in the order of `members`."""
     position_of_member = {}
     for index, group in enumerate(plan.groups):

@@ -1,7 +1,7 @@
 """Sweeps over the members of a grid of named axes, and results in those axes."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -200,61 +200,6 @@ class Grid:
             return leaf.reshape(*self.shape, *leaf.shape[1:])
 
         return jax.tree.map(in_axes, tree)
-
-    def split(self, name: str) -> list[tuple[Any, "Grid | None"]]:
-        """Split the grid along an axis whose members differ in shape.
-
-        Each of the groups is one program.
-
-        Args:
-            name: Axis of a single quantity, such as the width.
-
-        Returns:
-            For every value of the axis, the value and the grid of the other axes (None if there is
-            none).
-
-        Example:
-            >>> grid = Grid(width=[8, 64], seed=[0, 1, 2])
-            >>> [(width, len(group)) for width, group in grid.split("width")]
-            [(8, 3), (64, 3)]
-        """
-        checks.check_choice("name", name, [axis for axis in self.axes if "," not in axis])
-        (column,) = (axis[name] for axis in self._axes if name in axis)
-        group = None
-        if len(self._axes) > 1:
-            group = _grid_of(tuple(axis for axis in self._axes if name not in axis))
-        return [(value, group) for value in column.tolist()]
-
-    def join(self, name: str, results: Sequence[PyTree]) -> PyTree:
-        """Join the results of the groups of `split(name)`, in the order of the members.
-
-        Args:
-            name: Name of the axis.
-            results: One PyTree per value of the axis, of equal shapes, with the group's members
-                first.
-        """
-        groups = self.split(name)
-        checks.check_same_length(name, len(groups), "results", len(results), "groups")
-        shapes = [jax.tree.map(np.shape, result) for result in results]
-        for index, shape in enumerate(shapes):
-            if shape != shapes[0]:
-                checks.fail(
-                    f"results[{index}]", f"have the arrays of `results[0]`, {shapes[0]}", shape
-                )
-
-        group = groups[0][1]
-        axis = self.axes.index(name)
-
-        def joined(*leaves: Any) -> np.ndarray:
-            blocks = []
-            for leaf in leaves:
-                if group is None:
-                    blocks.append(np.reshape(leaf, leaf.shape[1:]))
-                else:
-                    blocks.append(group.unflatten(np.asarray(leaf)))
-            return np.stack(blocks, axis).reshape(len(self), *leaves[0].shape[1:])
-
-        return jax.tree.map(joined, *results)
 
 
 @jax.jit

@@ -77,26 +77,6 @@ def test_results_come_back_in_named_axes():
         grid.unflatten(np.arange(6))
 
 
-@pytest.mark.parametrize("name", ["width", "decay"])
-def test_splitting_and_joining_is_the_identity(name):
-    grid = Grid(decay=[0.1, 0.3], width=[8, 64, 256], seed=[4, 5])
-    parts, members = grid.split(name), list(grid)
-    assert [value for value, _ in parts] == list(dict.fromkeys(member[name] for member in members))
-    results = [
-        np.array([members.index({name: value, **member}) for member in rest])
-        for value, rest in parts
-    ]
-    np.testing.assert_array_equal(grid.join(name, results), np.arange(12))
-    with pytest.raises(ValueError, match="`results` must have as many groups"):
-        grid.join(name, results[:1])
-    with pytest.raises(
-        ValueError, match=r"`tree` must hold arrays of . members, .*, got \(20, 2\)"
-    ):
-        grid.join(name, [np.ones((20, 2))] * len(results))
-    with pytest.raises(ValueError, match="`name` must be one of 'seed', got 'width'"):
-        (Grid.zipped(width=[8, 64], rate=[0.1, 0.01]) * Grid(seed=[0, 1])).split("width")
-
-
 def test_a_seed_has_its_key_whatever_else_a_member_is(key):
     """The same for all of a seed's members, and whatever other seeds and settings there are."""
     grid = Grid(decay=[0.1, 0.3], seed=[4, 0, 2**32 - 1])
