@@ -33,6 +33,11 @@ from dissociation.training._state import make_step
 OTHER_BATCH = 777
 """Second batch size in which predictions are counted, because rounding differs between sizes."""
 
+MARGIN = 0.1
+"""Largest margin asked for, in units of the mean margin."""
+PENALTY = 0.05
+"""Weight of squared violations, in units of `MARGIN`."""
+
 
 class PlantedActivity(NamedTuple):
     """Network whose predictions stay, and whose activity is close to a pattern.
@@ -68,8 +73,6 @@ def plant_activity(
     num_passes: Size = 40,
     batch_size: Size = 1000,
     learning_rate: Positive = 3e-3,
-    margin: Positive = 0.1,
-    penalty: Positive = 0.05,
     key: PRNGKey,
     checkpoint: str | Path | None = None,
     progress: str | MeterFactory | None = None,
@@ -79,12 +82,12 @@ def plant_activity(
     Predictions stay on all inputs. Incoming weights of the group change, all others stay. Adam
     maximises the correlation of activity and pattern, by an augmented Lagrangian: each input has a
     multiplier for the constraint that its margin, the largest logit minus the next one, is at least
-    half of its first value, but no less than .4 and no more than 1 times `margin`. Every step takes
-    a batch, and half as many inputs with the largest multipliers. Weights are in whitened
-    coordinates of the layer's inputs. The learning rate decays to 2 % by a cosine. If predictions
-    are changed then, up to as many passes follow, and at last the change is reduced until no
-    prediction is changed, counted in two batch sizes. It is driven by the host, as `training.fit`
-    is.
+    half of its first value, but no less than .4 and no more than 1 times a tenth of the mean
+    margin. Every step takes a batch, and half as many inputs with the largest multipliers. Weights
+    are in whitened coordinates of the layer's inputs. The learning rate decays to 2 % by a cosine.
+    If predictions are changed then, up to as many passes follow, and at last the change is reduced
+    until no prediction is changed, counted in two batch sizes. It is driven by the host, as
+    `training.fit` is.
 
     Args:
         group: Group of ReLU neurons, made by one matrix and at most one bias, once per input.
@@ -95,8 +98,6 @@ def plant_activity(
         batch_size: Inputs per step.
         learning_rate: Rate of Adam in whitened coordinates, in units of the root mean square of
             preactivations.
-        margin: Largest margin asked for, in units of the mean margin.
-        penalty: Weight of squared violations, in units of `margin`.
         key: Random key of the order of inputs.
         checkpoint: File with weights, multipliers and state of the optimiser, from which a run
             resumes; see `training.fit`.
@@ -123,15 +124,15 @@ def plant_activity(
     batch_size = min(batch_size, num_inputs)
     planting = _planting(group, model, examples, np.asarray(pattern, float))
     labels, margins = planting.predicted(planting.none, examples, batch_size)
-    unit = margin * jnp.mean(margins)
+    unit = MARGIN * jnp.mean(margins)
     if not unit > 0:
-        mean_margin = f"a mean margin of {float(unit / margin):.3g}"
+        mean_margin = f"a mean margin of {float(unit / MARGIN):.3g}"
         fail("model", "tell classes apart by finite logits", mean_margin)
     if not jnp.any(planting.activity(planting.none) > 0):
         wanted_neuron = "have an active neuron on the shown inputs"
         fail("group", wanted_neuron, "zeros alone", "Gradients are zero there")
     targets = jnp.clip(0.5 * margins / unit, 0.4, 1.0)
-    loss = partial(planting.lagrangian, (examples, labels, targets, unit), penalty)
+    loss = partial(planting.lagrangian, (examples, labels, targets, unit))
     num_batches = -(-num_inputs // batch_size)
     num_steps = num_passes * num_batches
     rate = optax.cosine_decay_schedule(learning_rate * planting.size, num_steps, alpha=0.02)
@@ -301,7 +302,7 @@ class _Planting(eqx.Module):
         return jnp.sum(predictions != labels)
 
     def lagrangian(
-        self, data: Any, penalty: float, change: Array, multipliers: Array, batch: Array, key: Array
+        self, data: Any, change: Array, multipliers: Array, batch: Array, key: Array
     ) -> tuple[Array, Array]:
         """Return the augmented Lagrangian of a batch and the active set, and new multipliers."""
         inputs, labels, targets, unit = data
@@ -315,8 +316,8 @@ class _Planting(eqx.Module):
         outputs = jax.vmap(model)(inputs[indices])
         margins = _margins(outputs, labels[indices]) / unit
         force = multipliers[indices]
-        missed = penalty * (targets[indices] - margins)
-        cost = jnp.sum(weight * jax.nn.relu(force + missed) ** 2) / (2 * penalty * batch_size)
+        missed = PENALTY * (targets[indices] - margins)
+        cost = jnp.sum(weight * jax.nn.relu(force + missed) ** 2) / (2 * PENALTY * batch_size)
         updated = lax.stop_gradient(jax.nn.relu(force + weight * missed))
         correlation = self.correlation(self.activity(change))
         return cost - correlation, multipliers.at[indices].set(updated)

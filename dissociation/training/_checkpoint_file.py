@@ -4,7 +4,6 @@
 and checksums detect changes. Typed PRNG keys are stored with the name of their implementation.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -18,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dissociation._core import checks
-from dissociation._core.conversion import to_device
-from dissociation._core.files import RefusedFile, reading, replacing
+from dissociation._core.conversion import number_kind, to_device
+from dissociation._core.files import RefusedFile, check_regular, reading, replacing
 
 MAGIC = b"dissociation checkpoint 2\n"
 
@@ -46,8 +45,9 @@ def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None 
 
 def _check_storable(name: str, leaf: Any) -> None:
     """Raise unless a leaf holds numbers, dates or keys."""
-    is_numeric = type(leaf) in _NUMBERS or _is_key(leaf)
-    is_numeric = is_numeric or leaf.dtype.kind in "bmM" or jnp.issubdtype(leaf.dtype, np.number)
+    is_numeric = (
+        type(leaf) in _NUMBERS or number_kind(leaf.dtype) or leaf.dtype.kind in "mM"  # dates
+    )
     if not is_numeric or isinstance(leaf, np.ma.MaskedArray | jax.ShapeDtypeStruct):
         checks.fail_kind(
             "tree",
@@ -72,10 +72,7 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
 
 @contextmanager
 def _reading(path: str | os.PathLike[str]):
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise OSError(
-            errno.EINVAL, "It must be a regular file, got a device or a pipe", os.fspath(path)
-        )
+    check_regular(path)
     with reading(path, _ADVICE, "is damaged"):
         yield
 
@@ -133,10 +130,6 @@ def _storable_leaves(tree: Any):
 _NUMBERS = (bool, int, float, complex)
 
 
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _encode(leaf: Any):
     """Return the description of a leaf for the header, and its bytes."""
     if type(leaf) in _NUMBERS:
@@ -144,7 +137,7 @@ def _encode(leaf: Any):
         if type(leaf) is complex:
             number = [leaf.real, leaf.imag]
         return {"kind": "number", "value": number}, b""
-    if _is_key(leaf):
+    if number_kind(leaf.dtype) == "key":
         array = np.asarray(jax.random.key_data(leaf))
         entry = {"kind": "key", "implementation": str(jax.random.key_impl(leaf))}
     else:
@@ -174,7 +167,9 @@ def _decode(entry: dict[str, Any], blob: bytes, like: Any, path: Any) -> Any:
         array = jax.random.wrap_key_data(to_device(array), impl=entry["implementation"])
     shape = np.shape(like)
     dtype = getattr(like, "dtype", None) or np.asarray(like).dtype
-    native_dtype = dtype if _is_key(like) else jnp.dtype(dtype).newbyteorder("=")
+    native_dtype = dtype
+    if number_kind(dtype) != "key":
+        native_dtype = jnp.dtype(dtype).newbyteorder("=")
     if array.shape != shape or array.dtype != native_dtype:
         stored = f"shape {array.shape} and dtype {array.dtype}"
         raise RefusedFile(f"{path}: the leaf {name} has {stored}, wanted {shape} and {dtype}.")

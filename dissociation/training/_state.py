@@ -316,10 +316,7 @@ def _same_structure(new: Any, old: Any, name: str, subject: str) -> Any:
 
     The message calls `old` the `subject` that the function `name` returns.
     """
-    new_shapes, old_shapes = (
-        [(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))]
-        for tree in (new, old)
-    )
+    new_shapes, old_shapes = map(_shapes_and_dtypes, (new, old))
     if jax.tree.structure(new) != jax.tree.structure(old) or new_shapes != old_shapes:
         description = type(new).__name__
         if type(new) is type(old):
@@ -329,3 +326,8 @@ def _same_structure(new: Any, old: Any, name: str, subject: str) -> Any:
         )
         checks.fail(name, requirement, description)
     return new
+
+
+def _shapes_and_dtypes(tree: Any):
+    leaves = map(jnp.asarray, jax.tree.leaves(tree))
+    return [(leaf.shape, leaf.dtype) for leaf in leaves]
