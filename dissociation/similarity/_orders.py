@@ -2,13 +2,12 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 from scipy.special import gammaln
 
 from dissociation._core.types import PRNGKey
@@ -109,7 +108,7 @@ def random_orders(
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def _drawn(key: PRNGKey, count: int, sizes: Sequence[int], shifted: bool) -> list[Array]:
+def _drawn(key: PRNGKey, count: int, sizes: Sequence[int], shifted: bool):
     """Return orders of the units of each size, [orders, units]."""
     orders = []
     for index, size in enumerate(sizes):
@@ -136,7 +135,7 @@ def _rows(units: Units, orders: Sequence[np.ndarray]) -> np.ndarray:
     return orders_of_rows
 
 
-def _arrangements(counts: list[int]) -> Iterator[list[int]]:
+def _arrangements(counts: list[int]):
     """Yield every sequence that holds each number i `counts[i]` times."""
     if not any(counts):
         yield []
