@@ -149,6 +149,7 @@ def fit_grid(
             memory, arguments contradict each other, or the folder holds another sweep.
         RuntimeError: If the training of a group raised an error in a worker, or its packages are
             not those here.
+        ImportError: If there is an `executor`, and cloudpickle is not installed.
         TypeError: If a quantity is text but not an argument of `init`, `init` takes no key, or the
             optimiser is not a function of the other quantities.
 
