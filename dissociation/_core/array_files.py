@@ -123,7 +123,7 @@ class StoredArray(NamedTuple):
         return selection
 
     @contextmanager
-    def _opened(self):
+    def _opened(self) -> Iterator[Stream]:
         """Open the file, or its member, at the first number."""
         with reading(self.path, "", f"is broken at {self.name}"), open(self.path, "rb") as file:
             if self.member is None:
@@ -255,7 +255,7 @@ def _check_member(member: zipfile.ZipInfo) -> None:
         )
 
 
-def _npy_arrays(path: Path):
+def _npy_arrays(path: Path) -> dict[str, StoredArray]:
     with open(path, "rb") as file:
         array = _described(path, path.stem, file, path.stat().st_size)
     return {array.name: array}
@@ -294,7 +294,7 @@ def _described(path: Path, name: str, stream: Stream, size: int) -> StoredArray:
     return array
 
 
-def _safetensors_arrays(path: Path):
+def _safetensors_arrays(path: Path) -> dict[str, StoredArray]:
     safe_open = import_extra("safetensors", ".safetensors files", "files").safe_open
     with open(path, "rb") as file:
         header_length = int.from_bytes(file.read(8), "little")
@@ -324,7 +324,7 @@ def natural_order(name: str) -> list[Any]:
     return words
 
 
-def _shards(index: Path):
+def _shards(index: Path) -> dict[str, StoredArray]:
     """Return the arrays of several `.safetensors` files, whose index names the file of each."""
     if index.stat().st_size > _LARGEST_DIRECTORY:
         raise ValueError(f"it has {index.stat().st_size} bytes")

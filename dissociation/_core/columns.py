@@ -1,6 +1,7 @@
 """Meanings of columns by their values: clocks, runs, and labels that come back."""
 
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ class Reading(NamedTuple):
         return f"use lagged_pairs(frame, {words})"
 
 
-def _listed(run: Any):
+def _listed(run: Any) -> list[Any]:
     """Return one label or a list of labels as a list, which is empty for None."""
     if isinstance(run, list):
         return run
@@ -116,7 +117,7 @@ def doubts_of(table: Any, run: Any = None) -> Doubts:
     return Doubts(clocks, wraps, runs, labels)
 
 
-def _complete_columns(table: Any, order: np.ndarray):
+def _complete_columns(table: Any, order: np.ndarray) -> Iterator[tuple[Any, str, np.ndarray]]:
     """Yield label, kind and sorted values of the columns without missing values.
 
     The kind is that of the dtype, or "M" for dates, and "O" for text and objects.

@@ -6,7 +6,7 @@ import json
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,7 @@ def check_name(argument: str, name: str) -> None:
         fail(argument, f"have names other than {', '.join(_RESERVED)}, without a slash", repr(name))
 
 
-def _distinct(axes: tuple[str, ...], shape: tuple[int, ...], several: set[str]):
+def _distinct(axes: tuple[str, ...], shape: tuple[int, ...], several: set[str]) -> Iterator[str]:
     """Yield distinct names of axes, with the length appended to axes of several lengths."""
     for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
         num_earlier = axes[:i].count(axis)

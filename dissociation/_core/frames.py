@@ -121,7 +121,7 @@ def is_table(value: Any) -> bool:
     return hasattr(value, "iloc") or (hasattr(value, "dims") and hasattr(value, "ndim"))
 
 
-def _states(table: Any, reading: Reading):
+def _states(table: Any, reading: Reading) -> tuple[Any, ...]:
     """Return the labels of a table's states; empty without labels."""
     named = (reading.time, *reading.runs)
     if is_table(table) and hasattr(table, "dims"):
@@ -171,7 +171,7 @@ def _runs_of_rows(name: str, table: Any, reading: Reading) -> _Runs:
     return states, time_steps
 
 
-def _runs_and_time(name: str, table: Any, reading: Reading):
+def _runs_and_time(name: str, table: Any, reading: Reading) -> tuple[list[Any], Any]:
     """Return the labels of runs, one index per name, and the times, or None if rows have none."""
     runs = [labels_of(table, run) for run in reading.runs]
     time = None
@@ -384,7 +384,7 @@ def _time_step(
     restarts: Callable[[], str],
     column: Any = None,
     without: str = "frame.reset_index(drop=True)",
-):
+) -> list[_TimeStep]:
     """Return the time step of a run in a list, which is empty for less than two times.
 
     Raise unless the times are numbers or dates that increase in even steps. Steps of the calendar,
@@ -466,7 +466,7 @@ def check_same_rows(arguments: dict[str, Any]) -> None:
                 fail(name, requirement, "the same labels in another order", advice)
 
 
-def _row_labels(value: Any):
+def _row_labels(value: Any) -> list[Any]:
     """Return the indices of frames in an argument whose first element is a frame."""
     if isinstance(value, dict):
         value = list(value.values())
@@ -514,7 +514,7 @@ def take_groups(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments | {"groups": groups}
 
 
-def _without(table: Any, name: str | int):
+def _without(table: Any, name: str | int) -> tuple[Any, np.ndarray | None]:
     """Return a table without its row labels of one name, and these labels, or None without any."""
     if hasattr(table, "dims"):
         if name not in table.coords or table.coords[name].ndim != 1:

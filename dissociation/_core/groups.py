@@ -73,7 +73,9 @@ def num_distinct(arrays: Sequence[np.ndarray]) -> int:
     return number - len(rows) + len(np.unique(runs))
 
 
-def _runs(features: np.ndarray, runs: np.ndarray, tolerance: float):
+def _runs(
+    features: np.ndarray, runs: np.ndarray, tolerance: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Return True for rows that repeat others of their run, and the numbers of finer runs."""
     number, width = features.shape
     features = features.astype(np.result_type(features.dtype, np.float32), copy=False)

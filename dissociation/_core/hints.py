@@ -108,7 +108,7 @@ def exports() -> dict[str, tuple[str, ...]]:
     return names_of_folder
 
 
-def _listed(file: Path):
+def _listed(file: Path) -> tuple[str, ...]:
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return tuple(ast.literal_eval(node.value))

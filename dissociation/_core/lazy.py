@@ -44,14 +44,14 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
         setattr(module, name, value)
         return value
 
-    def listed():
+    def listed() -> list[str]:
         version = [] if "." in package else ["__version__"]
         return sorted([*sys.modules[package].__all__, *version])
 
     return getattribute, listed
 
 
-def _homes(path: str):
+def _homes(path: str) -> dict[str, str]:
     """Return the modules of the names that a file imports."""
     import ast  # here, because `import dissociation` takes milliseconds
 

@@ -153,7 +153,9 @@ def _psd_power(power: float, matrix: Array, rtol: Array) -> Array:
 
 
 @_psd_power.defjvp
-def _psd_power_jvp(power: float, primals: tuple[Array, Array], tangents: tuple[Array, Array]):
+def _psd_power_jvp(
+    power: float, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
     eigenvalues, is_retained, eigenvectors, image = _decompose(power, *primals)
 
     # With r = log(a / b), (a^p - b^p) / (a - b) = (a b)^((p - 1) / 2) sinh(p r / 2) / sinh(r / 2):
@@ -179,7 +181,7 @@ def _psd_power_jvp(power: float, primals: tuple[Array, Array], tangents: tuple[A
 
 
 @partial(jax.jit, static_argnums=0)
-def _decompose(power: float, matrix: Array, rtol: Array):
+def _decompose(power: float, matrix: Array, rtol: Array) -> tuple[Array, Array, Array, Array]:
     """Return eigenvalues (1 if cut off), flags of retained ones, eigenvectors, and the power."""
     matrix, undefined = finite_part(matrix)
     eigenvalues, eigenvectors = jnp.linalg.eigh(matrix, symmetrize_input=False)
@@ -204,7 +206,7 @@ def nuclear_norm(matrix: Float[Array, "m k"]) -> Float[Array, ""]:
 
 
 @nuclear_norm.defjvp
-def _nuclear_norm_jvp(primals: tuple[Array], tangents: tuple[Array]):
+def _nuclear_norm_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     matrix, undefined = finite_part(primals[0])
     left_vectors, values, right_vectors = jnp.linalg.svd(matrix, full_matrices=False)
     rtol = max(matrix.shape) * float(jnp.finfo(matrix.dtype).eps)
@@ -255,7 +257,7 @@ def singular_map(
     return _singular(function, x, parameter, cut)[0]
 
 
-def _singular(function: Any, x: Array, parameter: Array, cut: float | Array):
+def _singular(function: Any, x: Array, parameter: Array, cut: float | Array) -> tuple[Array, ...]:
     """Return the image of `x`, its singular vectors and values, and the values' images."""
     x, undefined = finite_part(x)
     left_vectors, values, right_vectors = jnp.linalg.svd(x, full_matrices=False)
@@ -267,7 +269,7 @@ def _singular(function: Any, x: Array, parameter: Array, cut: float | Array):
 
 
 @singular_map.defjvp
-def _singular_map_jvp(function: Any, primals: Any, tangents: Any):
+def _singular_map_jvp(function: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
     x, parameter, cut = primals
     dx, dparameter, _ = tangents
     image, left_vectors, values, right_vectors, mapped = _singular(function, x, parameter, cut)

@@ -1,5 +1,6 @@
 """Free memory of the host and of its control groups."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,9 @@ def host_budget() -> int:
     return max(0, free) // 2
 
 
-def _free_in_groups(process: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup"):
+def _free_in_groups(
+    process: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup"
+) -> Iterator[int]:
     """Yield the free bytes of this process' limited control groups, parents included."""
     for line in _lines(process):
         _, controllers, group = line.split(":", 2)
@@ -40,7 +43,7 @@ def _free_in_groups(process: str | Path = "/proc/self/cgroup", root: str | Path 
             yield int(limit[0]) - int(usage[0]) + int(cached)
 
 
-def _lines(path: str | Path):
+def _lines(path: str | Path) -> list[str]:
     try:
         return Path(path).read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

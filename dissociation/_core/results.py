@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -144,7 +144,9 @@ def _front(over: Over) -> _Front:
     return _Front(tuple(over or ()), {})
 
 
-def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = ""):
+def _fields(
+    tree: Any, name: str, hint: Any = (None, ()), unit: str = ""
+) -> Iterator[tuple[str, Any, Any, str]]:
     """Yield arrays and static fields with names, annotations (None for static fields) and units."""
     if tree is None or (callable(tree) and not dataclasses.is_dataclass(tree)):
         return
@@ -164,7 +166,9 @@ def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = ""):
         yield name or "values", tree, hint, unit
 
 
-def _fields_of_record(tree: Any, name: str, fields: dict[str, bool]):
+def _fields_of_record(
+    tree: Any, name: str, fields: dict[str, bool]
+) -> Iterator[tuple[str, Any, Any, str]]:
     """Yield what `_fields` does, for a named tuple or dataclass."""
     hints = {}
     for base in reversed(type(tree).__mro__):
@@ -180,7 +184,7 @@ def _fields_of_record(tree: Any, name: str, fields: dict[str, bool]):
             yield field_name, value, None, ""
 
 
-def _record(tree: Any):
+def _record(tree: Any) -> dict[str, bool] | None:
     """Return the fields of a named tuple or dataclass, True for static ones, or None."""
     if hasattr(tree, "_fields"):
         return dict.fromkeys(tree._fields, False)
@@ -196,7 +200,9 @@ def _is_leaf(tree: Sequence[Any]) -> bool:
     return bool(tree) and all(isinstance(element, plain) for element in tree)
 
 
-def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Front):
+def _placed(
+    name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Front
+) -> tuple[Any, tuple[str, ...]]:
     """Return an array and its axes, with the axis of a grid unfolded."""
     if isinstance(value, jax.Array) and number_kind(value.dtype) == "key":
         value = jax.random.key_data(value)
@@ -225,7 +231,7 @@ def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Fr
     return value, (*front.axes, *names)
 
 
-def _annotated_axes(hint: Any, axes: tuple[str, ...], ndim: int):
+def _annotated_axes(hint: Any, axes: tuple[str, ...], ndim: int) -> Sequence[str | None] | None:
     """Return the names of `ndim` axes, None for unnamed ones.
 
     Return None if the annotation has more axes.

@@ -50,7 +50,7 @@ def ranks(
     return jnp.zeros(number, dtype).at[order].set(mean)
 
 
-def _sorted(xp: Any, values: Any, size: Any):
+def _sorted(xp: Any, values: Any, size: Any) -> tuple[Any, Any, Any]:
     """Return the rising order, flags of the first number of each tie, and tied numbers.
 
     Flags and tied numbers are in the rising order.

@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, NamedTuple, TypeVar, Union, overload
 
 import jax
@@ -78,7 +78,7 @@ def validated(
     run = _with_copies(function) if hasattr(function, "lower") else function
 
     @functools.cache  # at the first call: an import stays quick
-    def rules():
+    def rules() -> list[tuple[str, _Rule]]:
         hints = getattr(function, "__annotations__", {})
         pairs = [
             (name, _rule(hints.get(name, Any), may_be_empty=name in empty)) for name in positions
@@ -120,7 +120,7 @@ def validated(
     return gate
 
 
-def _with_copies(function: Callable[..., Any]):
+def _with_copies(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled function that is called with copies of NumPy arrays.
 
     Their owner may change the arrays before the function runs.
@@ -360,7 +360,7 @@ _MARKS: dict[Any, str] = {Labels: "labels", InTime: "in_time", Checked: "checks"
 """Slots of marks, by class."""
 
 
-def _members(hint: Any):
+def _members(hint: Any) -> Iterator[Any]:
     """Yield the members of a union, each after the marks of its annotation."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         for member in typing.get_args(hint):
@@ -376,7 +376,7 @@ _NAMES = {"bool": "bool", "int": "int32", "float": "float32", "complex": "comple
 """One of jaxtyping's names of dtypes, by kind."""
 
 
-def _slot(member: Any):
+def _slot(member: Any) -> tuple[str, Any]:
     """Return the slot of a rule, and its content, for a member of a union."""
     if type(member) in _MARKS:
         return _MARKS[type(member)], member

@@ -115,7 +115,7 @@ def margins(source: BilinearNetwork | Spectrum) -> Margins:
     return Margins(values, directions, linear, offset, rounding, jnp.asarray(table))
 
 
-def _from_network(model: BilinearNetwork):
+def _from_network(model: BilinearNetwork) -> Callable[[Array, Array], tuple[Array, ...]]:
     """Return a function from two classes to the fields of their margin, by `_in_eigenbasis`."""
     if len(model.layers) != 1:
         fail("source", "have one layer: more make no quadratic form", len(model.layers))
@@ -132,7 +132,7 @@ def _from_network(model: BilinearNetwork):
     w_size = jnp.sqrt(product(layer.left**2, squared_lengths)[:, 0])
     v_size = jnp.sqrt(product(layer.right**2, squared_lengths)[:, 0])
 
-    def margin_of(first: Array, second: Array):
+    def margin_of(first: Array, second: Array) -> tuple[Array, ...]:
         s = model.head[first] - model.head[second]
         s_size = jnp.abs(model.head[first]) + jnp.abs(model.head[second])
         h = jnp.zeros(embed.shape[1], embed.dtype)
@@ -146,11 +146,11 @@ def _from_network(model: BilinearNetwork):
     return margin_of
 
 
-def _from_components(spectrum: Spectrum):
+def _from_components(spectrum: Spectrum) -> Callable[[Array, Array], tuple[Array, ...]]:
     """Return a function from two classes to the fields of their margin, by `_in_eigenbasis`."""
     width = spectrum.vectors.shape[2] - spectrum.constant
 
-    def margin_of(first: Array, second: Array):
+    def margin_of(first: Array, second: Array) -> tuple[Array, ...]:
         vectors = jnp.concatenate([spectrum.vectors[first], spectrum.vectors[second]])
         s = jnp.concatenate([spectrum.values[first], -spectrum.values[second]])
         w = vectors[:, :width]
@@ -168,7 +168,7 @@ def _from_components(spectrum: Spectrum):
     return margin_of
 
 
-def _in_eigenbasis(form: Array, size: int, lift: Array, factors: _Factors):
+def _in_eigenbasis(form: Array, size: int, lift: Array, factors: _Factors) -> tuple[Array, ...]:
     """Return the fields of a margin up to `rounding`.
 
     `form` has `size` coordinates, or one more for a constant. `lift` [d, size] maps coordinates
@@ -309,7 +309,7 @@ def _certified_radius(source: Margins, image: Array, label: Array) -> DistanceCe
 
 def _errors(
     source: Margins, image: Array, rows: Array, coordinates: Array, values: Array, linear: Array
-):
+) -> tuple[Array, Array, Array]:
     """Return error bounds of margins at an input, of half their gradients, and of their curvature.
 
     Each bound has an entry for every class.
@@ -333,7 +333,9 @@ def _errors(
     return at_input, gradient, quadratic
 
 
-def _path(values: Array, slopes: Array, start: Array, base: Array):
+def _path(
+    values: Array, slopes: Array, start: Array, base: Array
+) -> tuple[Callable, Callable, Array]:
     """Return functions from a logit to the multiplier and to the step, and the largest logit.
 
     The multiplier runs from 0 to -1 / `base`.
@@ -361,10 +363,10 @@ def _path(values: Array, slopes: Array, start: Array, base: Array):
     return multiplier, step, jnp.asarray(edge, values.dtype)
 
 
-def _bisect(margin: Callable[[Array], Array], edge: Array):
+def _bisect(margin: Callable[[Array], Array], edge: Array) -> tuple[Array, Array]:
     """Return logits below and above the root of a falling margin, from -`edge` to `edge`."""
 
-    def halve(_: Array, ends: tuple[Array, Array]):
+    def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends  # the margin is positive at `low`
         middle = 0.5 * (low + high)
         is_positive = margin(middle) > 0

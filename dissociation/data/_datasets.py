@@ -89,7 +89,9 @@ def _one_hot(split: str, images: Any, labels: Any, num_classes: int) -> Any:
     return rows
 
 
-def _glyphs(num_train: int | None, num_test: int | None, folder: Any, key: PRNGKey | None):
+def _glyphs(
+    num_train: int | None, num_test: int | None, folder: Any, key: PRNGKey | None
+) -> tuple[np.ndarray, ...]:
     if key is None:
         key = named_key("glyphs")
     if num_train is None:
@@ -99,7 +101,9 @@ def _glyphs(num_train: int | None, num_test: int | None, folder: Any, key: PRNGK
     return glyph_data(num_train, num_test, key=key)
 
 
-def _mnist(num_train: int | None, num_test: int | None, folder: Any, key: PRNGKey | None):
+def _mnist(
+    num_train: int | None, num_test: int | None, folder: Any, key: PRNGKey | None
+) -> tuple[np.ndarray, ...]:
     train_images, train_labels, test_images, test_labels = mnist_data(folder=folder)
     return (
         _leading("num_train", num_train, train_images),

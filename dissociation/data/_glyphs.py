@@ -128,7 +128,7 @@ def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
     return fields
 
 
-def _affine(draws: Float[Array, "4"], variation: Variation):
+def _affine(draws: Float[Array, "4"], variation: Variation) -> Float[Array, "2 2"]:
     """Return a rotation after a slant after a stretch of each axis, from draws in [-1, 1]."""
     angle = draws[0] * variation.rotation
     slant = draws[1] * variation.shear
@@ -141,7 +141,9 @@ def _affine(draws: Float[Array, "4"], variation: Variation):
     return rotation @ stretch.reshape(2, 2)
 
 
-def _elastic(draws: Float[Array, "modes 2"], centres: Float[Array, "pixels 2"]):
+def _elastic(
+    draws: Float[Array, "modes 2"], centres: Float[Array, "pixels 2"]
+) -> Float[Array, "pixels 2"]:
     """Return a smooth displacement: cosine modes with amplitudes over the squared wave number."""
     order = jnp.arange(_MODES, dtype=centres.dtype)
     phases = jnp.pi * (centres[:, :, None] / SIDE + 0.5)
@@ -243,7 +245,7 @@ def _draw_each(
     variation: Variation,
     border: int,
     batch_size: int,
-):
+) -> Float[Array, "n pixels"]:
     """Draw one image per label and key, at most `batch_size` at once."""
 
     def draw(label_and_key):
@@ -261,7 +263,7 @@ def _draw_each(
     return jax.lax.map(draw, (labels[rows], keys[rows]), batch_size=size)[:num]
 
 
-def _orders(keys: PRNGKeys):
+def _orders(keys: PRNGKeys) -> Int[Array, "n 10"]:
     return jax.vmap(lambda k: jax.random.permutation(k, NUM_CLASSES))(keys)
 
 
@@ -272,7 +274,7 @@ def _draw_splits(
     num_test: int,
     key: PRNGKey,
     variation: Variation,
-):
+) -> tuple[Float[Array, "n pixels"], Float[Array, "n 10"]]:
     """Return images and one-hot labels of both splits, training first."""
     num_orders = []
     order_keys = []

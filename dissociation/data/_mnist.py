@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import platformdirs
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 
 from dissociation._core.validation import validated
 
@@ -88,7 +88,7 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("dissociation")) / "mnist"
 
 
-def _read(path: Path, name: str):
+def _read(path: Path, name: str) -> UInt8[np.ndarray, "..."]:
     """Return the array of an IDX file, gzipped or not, with the contents of the file `name`."""
     with path.open("rb") as file:
         is_zipped = file.read(2) == b"\x1f\x8b"

@@ -104,7 +104,7 @@ def load_state(
     return model
 
 
-def _renamed(arrays: Mapping[str, StoredArray], rename: Rename | None):
+def _renamed(arrays: Mapping[str, StoredArray], rename: Rename | None) -> dict[str, StoredArray]:
     """Return arrays by names of the model, without those that are left out."""
     name_of: Any = rename
     if not callable(rename):
@@ -136,7 +136,7 @@ def _name_by_patterns(patterns: Mapping[str, str | None], name: str) -> str | No
     return name
 
 
-def _named(model: Any):
+def _named(model: Any) -> tuple[Any, Any]:
     """Return a tree of names and a tree of leaves; leaves that no file holds have no name."""
     if not isinstance(model, tuple) or len(model) != 2 or not isinstance(model[1], eqx.nn.State):
         return _named_leaves(model), model

@@ -116,7 +116,7 @@ def table(dataset: xarray.Dataset) -> list[list[str]]:
     return rows
 
 
-def _crossing_cells(networks: xarray.Dataset, is_alive: np.ndarray):
+def _crossing_cells(networks: xarray.Dataset, is_alive: np.ndarray) -> list[str]:
     """Return the cells of the crossings of the networks of one weight decay."""
     medians, lows, highs = networks.median_crossing.values.T
     lows = np.maximum(lows, 0.0)  # no time is negative
@@ -143,7 +143,7 @@ def _last_mean(series: xarray.DataArray, form: str) -> str:
     return text
 
 
-def _panels(dataset: xarray.Dataset):
+def _panels(dataset: xarray.Dataset) -> list[Panel]:
     """Return the panels that have numbers, in order."""
     config = config_of(dataset)
     largest = max(dataset.weight_decays.values)
@@ -188,7 +188,7 @@ def _panels(dataset: xarray.Dataset):
     return panels
 
 
-def _training_panels(dataset: xarray.Dataset, threshold: float):
+def _training_panels(dataset: xarray.Dataset, threshold: float) -> list[Panel]:
     """Return the panels of accuracy, of RNC1, and of NC2."""
     accuracy = partial(
         _series,
@@ -227,7 +227,7 @@ def _training_panels(dataset: xarray.Dataset, threshold: float):
     ]
 
 
-def _information_panels(dataset: xarray.Dataset):
+def _information_panels(dataset: xarray.Dataset) -> list[Panel]:
     """Return a panel for each measure of information that has finite values."""
     panels = []
     is_drawn = dataset.information_step.values >= 10

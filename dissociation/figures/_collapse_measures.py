@@ -164,7 +164,7 @@ def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: 
 
 
 @eqx.filter_jit
-def _coordinates(model: Any, images: Array, first: int, second: int):
+def _coordinates(model: Any, images: Array, first: int, second: int) -> tuple[Array, Array, Array]:
     features = representations(model, images)["features"]
     return class_places(features, *linear_head(model), first, second)
 

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -103,7 +103,7 @@ def run_command(
 
 
 @contextlib.contextmanager
-def _until_readers_leave():
+def _until_readers_leave() -> Iterator[None]:
     """End the block without an error if the reader of the output has left, as after `| head`."""
     try:
         try:
@@ -115,7 +115,9 @@ def _until_readers_leave():
         os.dup2(sink, sys.stdout.fileno())
 
 
-def _command(figure: Figure, words: Sequence[str], program: str):
+def _command(
+    figure: Figure, words: Sequence[str], program: str
+) -> Callable[..., Callable[[], int]]:
     """Return a function of a figure's options, from which tyro makes the command."""
     default = figure.Config()
     # With `--quick`, the defaults in `--help` are those of a smoke run.
@@ -125,7 +127,7 @@ def _command(figure: Figure, words: Sequence[str], program: str):
     def choose(
         config: tyro.conf.OmitArgPrefixes[figure.Config] = default,  # pyright: ignore
         run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions(),  # noqa: B008
-    ):
+    ) -> Callable[[], int]:
         return partial(produce, figure, config, run, program=program, words=words)
 
     choose.__doc__ = figure.SHOWS
@@ -243,7 +245,7 @@ def _write(
     network: Any,
     origin: Mapping[str, Any],
     seconds: Mapping[str, float],
-):
+) -> list[str]:
     """Draw a figure, write its files, print its table, and return the names of the files."""
     stem = folder / figure.STEM
     exhibit = exhibit_of(figure, dataset)

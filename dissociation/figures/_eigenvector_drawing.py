@@ -129,7 +129,7 @@ def _ranks(axis: Any, last: int) -> None:
     axis.set_xlim(0.5, last + 0.5)
 
 
-def _draw_similarity(panel: Any, dataset: xarray.Dataset):
+def _draw_similarity(panel: Any, dataset: xarray.Dataset) -> tuple[Any, Any]:
     by_rank, by_size = panel.subplots(1, 2, width_ratios=[1.6, 1])
     config = config_of(dataset)
     for index, size in enumerate(config.sizes):
@@ -163,7 +163,7 @@ def _draw_similarity(panel: Any, dataset: xarray.Dataset):
     return by_rank, by_size
 
 
-def _draw_truncation(panel: Any, dataset: xarray.Dataset):
+def _draw_truncation(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     panels = panel.subplots(1, 3)
     total, by_magnitude, by_contribution = panels
     by_contribution.sharey(by_magnitude)
@@ -198,7 +198,7 @@ def _draw_truncation(panel: Any, dataset: xarray.Dataset):
     return list(panels)
 
 
-def _draw_details(panel: Any, dataset: xarray.Dataset):
+def _draw_details(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     forms, explanation = panel.subfigures(1, 2)
     grid = forms.subplots(2, 4, width_ratios=[1.8, 1, 1, 1])
     for axis in grid[:, 0]:

@@ -172,7 +172,7 @@ def drawing(
     """
 
     @functools.wraps(draw)
-    def drawn(dataset: xarray.Dataset):
+    def drawn(dataset: xarray.Dataset) -> matplotlib.figure.Figure:
         with house_style():
             figure = draw(dataset)
         plt.close(figure)

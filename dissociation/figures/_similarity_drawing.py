@@ -75,7 +75,7 @@ def _matrix(panel: Axes, matrix: xarray.DataArray, layers: list[str], *, has_tit
     panel.set_title(plotting.title_of(matrix.measures.item()))
 
 
-def _layer_titles(layers: list[str]):
+def _layer_titles(layers: list[str]) -> dict[str, str]:
     """Return the title of each layer, in their order: "hidden 1", ..., "last hidden", "logits"."""
     titles = {layer: f"hidden {number}" for number, layer in enumerate(layers, 1)}
     hidden_layers = [layer for layer in layers if layer != "logits"]

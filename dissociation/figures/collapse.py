@@ -267,7 +267,7 @@ def _computed(
     )
 
 
-def _codes(config: Config, data: Dataset, key: Array):
+def _codes(config: Config, data: Dataset, key: Array) -> dict[str, Array]:
     """Return whitened codes of the first test images by an autoencoder, [n, code]."""
     model = train_compression(
         data.train_images[:10_000], config.code, key=key, num_epochs=config.compression_epochs
@@ -332,7 +332,7 @@ def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
     return checkpoints.restore(path, like)
 
 
-def _network_options(config: Config):
+def _network_options(config: Config) -> dict[str, Any]:
     options = {"width": config.width, "last_activation": config.last_activation}
     if config.network == "mlp":
         options["depth"] = config.depth

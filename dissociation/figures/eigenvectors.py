@@ -225,7 +225,7 @@ def _compared(
     forms: dict[int, Spectrum],
     alive: dict[int, np.ndarray],
     cache: Cache,
-):
+) -> dict[str, Any]:
     """Return variables of the similarity of a size with the reference size, by name."""
     pairs = measures.compared_pairs(alive, size, reference)
     job = partial(measures.similarities, leading, forms, size, reference, pairs)
@@ -291,7 +291,7 @@ def _trained(config: Config, size: int, key: Array, data: Dataset, cache: Cache)
     return _Networks(models, spectra, alive, variables)
 
 
-def _of_reference(arrays: Arrays):
+def _of_reference(arrays: Arrays) -> tuple[dict[str, Any], list[str]]:
     """Return variables of one network, and numbers of components.
 
     The arrays are those of `measures.details` and `measures.masking`.
@@ -316,7 +316,9 @@ def _of_reference(arrays: Arrays):
     return variables, [*map(str, positive), "all"]
 
 
-def _padded(variables_of_size: dict[int, dict[str, Any]], reference: int):
+def _padded(
+    variables_of_size: dict[int, dict[str, Any]], reference: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return variables of all sizes, padded with NaN or -1, and coordinates with lengths."""
     padded_variables = {}
     lengths = {}

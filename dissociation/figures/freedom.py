@@ -170,7 +170,9 @@ def rewritten_layers(
     return groups | {last.name: last}
 
 
-def _freedom(models: Any, group: NeuronGroup, represented: Array, images: Array, all_images: Array):
+def _freedom(
+    models: Any, group: NeuronGroup, represented: Array, images: Array, all_images: Array
+) -> dict[str, np.ndarray]:
     """Return intervals of all pairs, and similarities of networks rewritten towards the ends.
 
     Each table is [seeds, seeds].
@@ -202,7 +204,7 @@ def _rewritten(model: Any, rewrite: Rewrite) -> Any:
 @eqx.filter_jit
 def _compared(
     model: Any, rewritten: Any, layer: str, images: Array, all_images: Array, reference: Array
-):
+) -> tuple[Array, Array]:
     """Return the similarity after scaling, and the largest change of a logit."""
     with jax.default_matmul_precision("highest"):
         activity = representations(rewritten, images)[layer]
@@ -212,7 +214,7 @@ def _compared(
 
 def _moved(
     config: Config, models: Any, group: NeuronGroup, features: Array, data: Dataset, key: Array
-):
+) -> dict[str, np.ndarray]:
     """Return linear CKA of rewritten networks with trained ones by rewrite, [seeds, seeds].
 
     Rewritten networks are in rows, trained ones in columns.

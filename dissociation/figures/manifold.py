@@ -187,7 +187,7 @@ def _tasks(config: Config, key: Array) -> Task:
     return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *tasks)
 
 
-def _walks(config: Config, tasks: Task, key: Array):
+def _walks(config: Config, tasks: Task, key: Array) -> dict[str, Array | np.ndarray]:
     """Return distances, drift and similarities of walks in all families."""
     keys = jax.random.split(key, (2, len(FAMILIES), config.num_tasks))
 
@@ -197,7 +197,7 @@ def _walks(config: Config, tasks: Task, key: Array):
         )
         return jax.vmap(lambda task, key: walk_task(task, key=key))(tasks, family_keys)
 
-    def activities(walks: list[LinearNetwork]):
+    def activities(walks: list[LinearNetwork]) -> list[Array]:
         """Return activities [tasks, steps, samples, units] of each family."""
         return [jax.vmap(_activity)(tasks, networks)[:, : config.pair_steps] for networks in walks]
 
@@ -276,7 +276,7 @@ def _in_sample(x: Array, y: Array) -> Array:
     return explained / jnp.sum(target**2)
 
 
-def _noise(config: Config, task: Task, key: Array):
+def _noise(config: Config, task: Task, key: Array) -> dict[str, Array | np.ndarray]:
     """Return losses under noise, and RSA of the minimiser with the minimal families."""
     families = [*FAMILIES.values(), LSS]  # the last one is the least under input noise
     num_scales = config.num_scales
@@ -339,7 +339,7 @@ def _noise(config: Config, task: Task, key: Array):
     }
 
 
-def _hierarchy(config: Config, key: Array):
+def _hierarchy(config: Config, key: Array) -> dict[str, Array]:
     """Return the hierarchy's task and hidden activities of three solutions.
 
     The first solution has the leaves exchanged, the other two are minimal.

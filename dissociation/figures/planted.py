@@ -198,13 +198,13 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     return xarray.Dataset(variables, coords, {"data": json.dumps(members.described(data))})
 
 
-def _trained(config: Config, key: Array, data: Dataset, cache: Cache):
+def _trained(config: Config, key: Array, data: Dataset, cache: Cache) -> eqx.nn.MLP:
     """Return a trained network with one hidden layer."""
     model_key, order_key = jax.random.split(key)
     num_inputs = data.train_images.shape[1]
     num_classes = data.train_labels.shape[1]
 
-    def initial(key: Array):
+    def initial(key: Array) -> eqx.nn.MLP:
         return eqx.nn.MLP(num_inputs, num_classes, config.width, depth=1, key=key)
 
     batch_size = min(128, len(data.train_images))
@@ -240,7 +240,7 @@ def _image(
     key: Array,
     cache: Cache,
     name: str,
-):
+) -> dict[str, Any]:
     """Return activities of the first images before and after an image is planted, with numbers."""
     image = face(num_images, config.width)
     planting = plant_activity(
@@ -274,7 +274,7 @@ def _correlation(x: Any, y: Any) -> float:
 
 def _rsms(
     config: Config, model: Any, group: NeuronGroup, images: Array, labels: np.ndarray, key: Array
-):
+) -> dict[str, Any]:
     """Return RSMs of activities, wanted, trained and planted, for two patterns."""
     *pattern_keys, block_key = jax.random.split(key, len(PATTERNS) + 1)
     first_images = images[: config.num_shown]
@@ -309,7 +309,7 @@ def _rsms(
     }
 
 
-def _marks(config: Config, model: Any, group: NeuronGroup, images: Array):
+def _marks(config: Config, model: Any, group: NeuronGroup, images: Array) -> dict[str, Any]:
     """Return activities with an image in neurons without effect.
 
     The image is a strip beside the trained neurons, or includes them.

@@ -144,14 +144,14 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
         "parameter": lambda scales: eqx.Partial(_parameter_curve, images, labels, scales),
     }
 
-    def measured(title: str, measure: Any, names: list[str]):
+    def measured(title: str, measure: Any, names: list[str]) -> dict[str, dict[str, np.ndarray]]:
         jobs = {}
         for name in names:
             job = partial(members.measure_members, variants[name], measure, models)
             jobs[f"{name}_{title}"] = partial(job, rewrite_inputs[name], noise_keys)
         return cache.get_all(jobs, "measuring")
 
-    def errors_at(kind: str, scales: np.ndarray, names: list[str]):
+    def errors_at(kind: str, scales: np.ndarray, names: list[str]) -> dict[str, np.ndarray]:
         title = f"{kind}_{scales[0]:.6g}"
         arrays = measured(title, make_curve[kind](jnp.asarray(scales)), names)
         return {name: arrays[f"{name}_{title}"]["error"] for name in names}
@@ -190,7 +190,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
 
 def _variants(
     config: Config, group: Any, weights: Any, null_space: dict[str, np.ndarray], key: Array
-):
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return functions that rewrite networks, and their second inputs, by the name of the variant.
 
     The first variant is the reference of differences.
@@ -222,7 +222,7 @@ def _curves(
     exponents: tuple[float, float],
     num_scales: int,
     num_even: int,
-):
+) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
     """Return noise scales, the errors at them by variant, [seeds, scales], and `shared`.
 
     `shared` holds the variants that have errors of "trained" instead of measured ones.
@@ -315,7 +315,7 @@ def draw(dataset: xarray.Dataset) -> Figure:
     return figure
 
 
-def _noises(dataset: xarray.Dataset):
+def _noises(dataset: xarray.Dataset) -> list[tuple[str, np.ndarray, dict[str, np.ndarray]]]:
     """Return the place of noise, its scales, and the errors of variants under it."""
     noises = []
     for kind in ("input", "parameter"):
@@ -394,12 +394,12 @@ def _input_curve(
     model: Any,
     rewritten: Any,
     key: Array,
-):
+) -> dict[str, Array]:
     return {"error": input_noise_error(rewritten, images, labels, scales, noise=noise)}
 
 
 def _parameter_curve(
     images: Array, labels: Array, scales: Array, model: Any, rewritten: Any, key: Array
-):
+) -> dict[str, Array]:
     noise = parameter_noise(rewritten, key=key)
     return {"error": parameter_noise_error(rewritten, images, labels, scales, noise=noise)}

@@ -224,7 +224,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     return trained.dataset(data, variables, coords, items=alive_items, other_items=alive_items)
 
 
-def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array):
+def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
     """Return a measure of all pairs of items, and the disagreement of pairs of seeds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about large biases: the figure shows estimates too
@@ -244,7 +244,7 @@ def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array):
 
 def _of_rewrites(
     name: str, trained: Array, rewritten: dict[str, Array], key: Array, alive: np.ndarray
-):
+) -> dict[str, Any]:
     """Return a measure of networks and their rewrites, [rewrites, seeds], and by chance."""
     pairs = similarity.compare(
         {"trained": trained}, rewritten, name, members=True, key=key, progress=None
@@ -261,7 +261,7 @@ def _of_rewrites(
     return {"rewritten": table, "chance": chance, "calibrated": np.mean(calibrated, axis=1)}
 
 
-def _through(name: str, features: np.ndarray, alive: np.ndarray):
+def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, Any]:
     """Return a measure of pairs of seeds along training, and its mean with an interval."""
     features = stand_ins(features, alive)
     tables = []
@@ -281,7 +281,7 @@ def _through(name: str, features: np.ndarray, alive: np.ndarray):
     return {"through": np.stack(tables), "course": course}
 
 
-def _plane(name: str, layers: dict[str, Array], key: Array):
+def _plane(name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
     """Return points of all items in a plane, by the distance `name`."""
     pairs = similarity.pairwise(layers, name, baseline=False, positions="neurons", progress=None)
     distances = np.maximum(np.asarray(pairs.values), 0.0)

@@ -258,7 +258,7 @@ def _curves(
     name: str,
     models: Any,
     keys: Array,
-):
+) -> dict[str, Array]:
     """Return the probe's errors on each member's rewritten features, [members, budgets]."""
     images, labels = task
     represent = eqx.Partial(members.represent, images)
@@ -290,7 +290,7 @@ def _errors(
     features_and_step: tuple[Array, Array | None],
     unchanged: Any,
     key: Array,
-):
+) -> dict[str, Array]:
     features, step = features_and_step
     # As published: rows in the order of the test set, contiguous folds.
     options: dict[str, Any] = {"key": None, "folds": "contiguous", "num_splits": config.num_splits}

@@ -195,7 +195,7 @@ def _flow(task: Task, network: LinearNetwork, steps: Array, divisions: int | Arr
         factor = jnp.linalg.cholesky(0.5 * (inner + inner.T))
         return jax.scipy.linalg.solve_triangular(factor, grown.T, lower=True).T
 
-    def to_time(weights: Array, step: Array):
+    def to_time(weights: Array, step: Array) -> tuple[Array, Array]:
         def divided(_: Any, weights: Array) -> Array:
             return advance(step / divisions, weights)
 

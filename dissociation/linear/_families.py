@@ -304,7 +304,7 @@ class _Free(NamedTuple):
     square: Array | float | None = None
 
 
-def _parameters(name: str, task: Task, hidden: int):
+def _parameters(name: str, task: Task, hidden: int) -> dict[str, _Free]:
     """Return the free parameters of a family, in the order in which they are drawn."""
     rank = task.rank
     unseen = task.unseen.shape[1]
@@ -334,7 +334,7 @@ def _draw(name: str, task: Task, hidden: int, key: PRNGKey, count: int) -> Array
     return jax.random.normal(key, (count, size), task.x.dtype)
 
 
-def _free(name: str, task: Task, hidden: int, spread: Scalar, drawn: Array):
+def _free(name: str, task: Task, hidden: int, spread: Scalar, drawn: Array) -> dict[str, Array]:
     """Return drawn parameters, scaled so that each adds weights of about the task's own norm."""
     free = {}
     start = 0
@@ -354,7 +354,7 @@ def polar(matrix: Array) -> Array:
     return product(left_vectors, right_vectors)
 
 
-def _factors(name: str, task: Task):
+def _factors(name: str, task: Task) -> tuple[Array, Array, Array]:
     """Return values of a minimal family, and the bases that R reads and writes.
 
     Their shapes are [rank], [rank, inputs] and [outputs, rank].
@@ -430,7 +430,7 @@ def _walk(
     is_moving = jnp.arange(drawn.shape[1]) < num_moving
     rates = jnp.where(is_moving, 1 - jnp.asarray(rate, drawn.dtype), 1.0)
 
-    def step(parameters: Array, start_and_draw: tuple[Array, Array]):
+    def step(parameters: Array, start_and_draw: tuple[Array, Array]) -> tuple[Array, Array]:
         is_start, draw = start_and_draw  # the first step is a draw
         decay = jnp.where(is_start, 0.0, rates)
         moved = decay * parameters + jnp.sqrt(1 - decay**2) * draw

@@ -1,6 +1,6 @@
 """Expected losses of linear networks under noise on inputs and weights, and their minimisers."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -174,7 +174,7 @@ def noise_minimiser(task: Task, hidden: int, noise: Noise, *, key: PRNGKey) -> L
     return _minimiser(task, hidden, deviations, key)
 
 
-def _balance(task: Task, noise: Noise):
+def _balance(task: Task, noise: Noise) -> tuple[Array, Any, Array]:
     """Return roots of S in the inputs' span, the decomposition of W* S^(1/2) there, and tr S."""
     samples = task.x.shape[0]
     variance = jnp.square(jnp.asarray(noise.inputs, task.x.dtype))

@@ -206,7 +206,7 @@ def _decomposed(
 
 # Processors choose signs of singular vectors and bases of null spaces differently, and with them
 # what a key draws.
-def _signed(first: np.ndarray, second: np.ndarray):
+def _signed(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return pairs of singular vectors, in columns, with fixed signs.
 
     Each first vector has a positive product with a fixed vector.

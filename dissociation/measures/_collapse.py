@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from dissociation._core.checks import check_classes, check_count, fail, is_traced, warn
 from dissociation._core.distances import root
@@ -244,7 +244,7 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
 
 
 @jax.jit
-def _collapse(moments: ClassMoments):
+def _collapse(moments: ClassMoments) -> tuple[Collapse, Array, Array]:
     """Return the measures, the features' spread, and the norm of their mean."""
     counts = moments.counts
     number = jnp.sum(counts)
@@ -272,7 +272,7 @@ def _collapse(moments: ClassMoments):
     return collapse, spread, offset
 
 
-def _centred(moments: ClassMoments, weights: Array):
+def _centred(moments: ClassMoments, weights: Array) -> tuple[Array, Bool[Array, " classes"]]:
     """Return class means minus their weighted mean, and True for each class with samples.
 
     The means of classes without samples are zero.
@@ -349,7 +349,7 @@ def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
     return jnp.where(values[0] > smallest, ratio, limit) + undefined
 
 
-def _about_their_mean(moments: ClassMoments):
+def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"], Array]:
     """Return class means minus their mean, True for each class with samples, and a tolerance.
 
     Means are in units of `unit`, and zero for classes without samples. Lengths up to the tolerance

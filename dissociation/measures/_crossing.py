@@ -252,7 +252,9 @@ def log_slope(
     )
 
 
-def _tobit(design: np.ndarray, log_times: np.ndarray, crossed: np.ndarray):
+def _tobit(
+    design: np.ndarray, log_times: np.ndarray, crossed: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the maximum of the likelihood in (slope, height, 1) / spread, and its covariance.
 
     The covariance is the inverse of minus the curvature.

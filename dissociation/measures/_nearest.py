@@ -244,7 +244,7 @@ def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> 
     return _where(reliable, kraskov.value, kraskov.error)
 
 
-def _coordinates(joint: Array, split: int):
+def _coordinates(joint: Array, split: int) -> tuple[Array, Array, Array, Array]:
     """Return each side whitened, both whitened together, and the log volume of the latter."""
     x, _ = whitened(joint[:, :split])
     z, _ = whitened(joint[:, split:])

@@ -146,7 +146,9 @@ def linear_probe_fit(
     return fit
 
 
-def _converged(x, y, num_splits, ridge, folds, groups, key, num_samples, tol, max_steps):
+def _converged(
+    x, y, num_splits, ridge, folds, groups, key, num_samples, tol, max_steps
+) -> tuple[SoftmaxFit, Array]:
     """Return the fit, and the fold of every sample."""
     x, y, groups, count = _prepare(x, y, groups, num_splits, num_samples, folds)
     # Without a penalty the minimum for separable data is at infinity.
@@ -288,7 +290,9 @@ def _check_groups(groups: Array, count: int, num_splits: int) -> None:
 
 # Jitted here because single operations at a new length would compile dozens of programs.
 @partial(jax.jit, static_argnames=("solver", "num_splits", "folds", "limit"))
-def _solved(solver, x, y, groups, count, key, *scalars, num_splits: int, folds: str, **options):
+def _solved(
+    solver, x, y, groups, count, key, *scalars, num_splits: int, folds: str, **options
+) -> tuple[Any, Array]:
     """Return the solver's output, and the fold of every sample."""
     ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds, groups)
     # Mapped members are solved sequentially, each with its number of iterations.
@@ -418,7 +422,9 @@ def _check_classes(labels: np.ndarray, count: int) -> None:
 
 
 @jax.jit
-def _shuffled(key: PRNGKey, features: Array, labels: Array, groups: Array | None):
+def _shuffled(
+    key: PRNGKey, features: Array, labels: Array, groups: Array | None
+) -> tuple[Array, Array, Array | None]:
     """Return samples in another order.
 
     Groups stay together, and are numbered by the position of their first sample.

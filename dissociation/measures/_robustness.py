@@ -178,7 +178,7 @@ def _applied(layer: eqx.nn.Linear, images: Array) -> Array:
     return jax.vmap(layer)(images)
 
 
-def _apply_first_layer(model: Any, images: Any):
+def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
     """Return the first layer's preactivations and the remaining model.
 
     If the first layer is not linear, return the images and the model.

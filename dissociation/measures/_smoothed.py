@@ -46,7 +46,7 @@ class SmoothedInformation(Result):
 
 def _log_mixtures(
     points: Array, owners: Array, centres: Array, labels: Array, scale: Array, block: int
-):
+) -> tuple[Array, Array]:
     """Return log mean_j exp(-|t_i - z_j|^2 / scale) of all points t_i, [n] each.
 
     The first mean is over all centres z_j, the second over the centres whose label is `owners[i]`.

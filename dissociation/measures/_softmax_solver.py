@@ -186,7 +186,7 @@ def with_ones(x: Any) -> Array:
     return jnp.concatenate([x, ones], 1)
 
 
-def _standardise(x: Array, ids: Array, num_splits: int):
+def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, Array, Array]:
     """Return data standardised over the samples in use, with a column of ones.
 
     The mean, the deviation and the relative rounding of the columns follow.

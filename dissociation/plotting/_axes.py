@@ -241,7 +241,7 @@ def look(index: int) -> dict[str, Any]:
 
 
 @functools.cache
-def _colors():
+def _colors() -> list[str]:
     style = mpl.rc_params_from_file(style_path(), use_default_template=False)
     return style["axes.prop_cycle"].by_key()["color"]
 

@@ -86,7 +86,7 @@ def train_bilinear(
         "validation": (jnp.asarray(dataset.test_images), jnp.asarray(dataset.test_labels)),
     }
 
-    def observe(model: BilinearNetwork, step: Array, key: Array):
+    def observe(model: BilinearNetwork, step: Array, key: Array) -> dict[str, Array]:
         observed = {}
         for split, examples in splits.items():
             loss, accuracy = loss_and_accuracy(model, *examples)

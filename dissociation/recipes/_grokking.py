@@ -151,7 +151,7 @@ def train_grokking(
     cheap_measures = CheapMeasures(images, labels, test_images, jnp.asarray(dataset.test_labels))
     measured_steps = jnp.asarray(measure_at, int)
 
-    def observe(model: MLP | CNN, step: Array, key: Array):
+    def observe(model: MLP | CNN, step: Array, key: Array) -> dict[str, Any]:
         observed: dict[str, Any] = cheap_measures(model)
         if measures is None:
             return observed

@@ -357,7 +357,7 @@ class Atoms:
                 large[:1] = self.factored(large[0], (outer, inner))
             self.unite(first.pop(0), second.pop(0))
 
-    def _without_single(self, factors: list[Axis]):
+    def _without_single(self, factors: list[Axis]) -> list[Axis]:
         """Fix axes of length 1 and return the longer ones."""
         for factor in factors:
             if size_of(factor) == 1:
@@ -400,7 +400,7 @@ class Atoms:
         heads = self.cut(head, outer_sizes)
         return [self.resolve(Product((head, *tail))) for head in heads]
 
-    def _cut_sum(self, blocks: list[Axis], sizes: list[int]):
+    def _cut_sum(self, blocks: list[Axis], sizes: list[int]) -> list[Axis]:
         pieces = []
         for size in sizes:
             piece = []
@@ -445,7 +445,7 @@ class Atoms:
             factors[-1] = self.resolve(Product((factors[-1], *remaining)))
         return factors
 
-    def _halved(self, axis: Axis, outer: int, inner: int):
+    def _halved(self, axis: Axis, outer: int, inner: int) -> list[Axis]:
         """Return the axis unflattened into two factors."""
         if isinstance(axis, Leaf):
             halves = self.new_axes((outer, inner), self._reasons[axis.atom])
@@ -501,7 +501,9 @@ def _ordered_product(axis: Product, order: np.ndarray) -> Product | None:
     return Product(tuple(factors))
 
 
-def _met(occurrences: list[Placed], opposite: list[Placed], size: int):
+def _met(
+    occurrences: list[Placed], opposite: list[Placed], size: int
+) -> list[tuple[Leaf, np.ndarray]]:
     """Return each occurrence with the number in `opposite` at each of its indices, or -1."""
     number_at = np.full(size, -1)
     for number, (_, positions) in enumerate(opposite):
@@ -538,7 +540,7 @@ def has_order(axis: Axis) -> bool:
     return isinstance(axis, Order) or any(map(has_order, axis.children))
 
 
-def _leaves(axis: Axis):
+def _leaves(axis: Axis) -> list[Leaf]:
     if isinstance(axis, Leaf):
         return [axis]
     return [leaf for child in axis.children for leaf in _leaves(child)]

@@ -233,7 +233,7 @@ def _starts(
     measure: Callable[..., Any],
     is_y_free: bool,
     num_starts: int,
-):
+) -> tuple[Array, Array]:
     """Return initial log-lengths of both sides, [starts, neurons]."""
     alone = jax.lax.map(lambda neuron: measure(neuron[:, None], y), x.T)
     # A constant neuron alone has similarity NaN.

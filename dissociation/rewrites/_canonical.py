@@ -151,7 +151,9 @@ def fingerprint_distance(
     return float(np.linalg.norm(first - second) / size)
 
 
-def _reduced(model: Any, example: Any, tolerance: float, inputs: Any, call: Any):
+def _reduced(
+    model: Any, example: Any, tolerance: float, inputs: Any, call: Any
+) -> tuple[Arrays, dict[str, NeuronGroup], dict[str, list[int]]]:
     """Return the arrays of a network after merging, its groups, and by group the ordering slots."""
     # A group may shrink to one neuron and must still be found.
     groups = neuron_groups(model, example, call=call, single=True)
@@ -184,7 +186,9 @@ def _reduced(model: Any, example: Any, tolerance: float, inputs: Any, call: Any)
     return leaves, _drop_zeros(leaves, groups, model), sequence
 
 
-def _drop_zeros(leaves: Arrays, groups: Mapping[str, NeuronGroup], model: Any):
+def _drop_zeros(
+    leaves: Arrays, groups: Mapping[str, NeuronGroup], model: Any
+) -> dict[str, NeuronGroup]:
     """Drop neurons without incoming weights, in place, and return the smaller groups."""
     remaining = []
     smaller = []
@@ -263,7 +267,7 @@ def _lengths(leaves: Arrays, group: NeuronGroup, slots: list[int]) -> np.ndarray
     return np.linalg.norm(_rows(leaves, group, slots), axis=1)
 
 
-def _scaled(group: NeuronGroup, sign: int = 1):
+def _scaled(group: NeuronGroup, sign: int = 1) -> list[int]:
     """Return the indices of slots that `scale` multiplies; of those that it divides for -1."""
     exponents: Any = group.scaling
     return np.flatnonzero(sign * exponents > 0).tolist()
@@ -325,7 +329,7 @@ def _clusters(rows: np.ndarray, is_alive: np.ndarray, tolerance: float) -> np.nd
     return labels
 
 
-def _sequence(groups: Mapping[str, NeuronGroup]):
+def _sequence(groups: Mapping[str, NeuronGroup]) -> dict[str, list[int]]:
     """Return groups from the inputs on, with slots that do not depend on later groups."""
     owners: dict[tuple[int, int], set[str]] = {}
     for name, group in groups.items():
@@ -340,7 +344,9 @@ def _sequence(groups: Mapping[str, NeuronGroup]):
     return sequence
 
 
-def _next(remaining: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[str]]):
+def _next(
+    remaining: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[str]]
+) -> tuple[str, list[int]]:
     """Return the first group that the others do not affect, and its settled slots."""
     # Outgoing weights order a group only if no incoming weights of any group are settled.
     for is_outgoing in (False, True):
@@ -366,7 +372,7 @@ def _next(remaining: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int],
     fail("model", wanted_order, f"{', '.join(remaining)}, which cannot")
 
 
-def _beside(slot: Slot, owners: Mapping[tuple[int, int], set[str]]):
+def _beside(slot: Slot, owners: Mapping[tuple[int, int], set[str]]) -> set[str]:
     """Return the groups along the other axes of a slot's array."""
     names = set()
     for axis in range(len(slot.shape)):

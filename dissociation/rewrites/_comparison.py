@@ -148,7 +148,7 @@ def _same_part(first: Any, second: Any) -> bool:
     return has_same_steps and _same_constants(first.outputs, second.outputs)
 
 
-def _plain_params(step: Step):
+def _plain_params(step: Step) -> dict[str, Any]:
     """Return the parameters that hold numbers or text, which do not differ between traces."""
     plain = {}
     for name, value in step.params.items():
@@ -159,7 +159,7 @@ def _plain_params(step: Step):
     return plain
 
 
-def _without_tuples(params: dict[str, Any]):
+def _without_tuples(params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if not isinstance(value, tuple)}
 
 
@@ -170,7 +170,7 @@ def _indices(step: Step) -> Any:
     return indices.tolist()
 
 
-def _shapes(values: list[Value]):
+def _shapes(values: list[Value]) -> list[tuple[int, ...]]:
     return [value.shape for value in values]
 
 
@@ -178,7 +178,7 @@ def _same_constants(first: list[Value], second: list[Value]) -> bool:
     return _all_same(_same_numbers, _constants(first), _constants(second))
 
 
-def _constants(values: list[Value]):
+def _constants(values: list[Value]) -> list[np.ndarray]:
     return [value.known for value in values if value.known is not None]
 
 

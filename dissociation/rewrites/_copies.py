@@ -74,7 +74,7 @@ class Copies:
             self._axis_of_atom[id(value)] = self._find_axes(value)
         return self._axis_of_atom[id(value)].get(atom, -1)
 
-    def _find_axes(self, value: Value):
+    def _find_axes(self, value: Value) -> dict[int, int]:
         axis_of_atom: dict[int, int] = {}
         for k, axis in enumerate(value.axes):
             counts: dict[int, np.ndarray] = {}
@@ -185,7 +185,7 @@ class Operands(NamedTuple):
 Rule = Callable[[Copies, Step, Operands], Labels | None]
 
 
-def _without_repeats(varies: Iterable[Any]):
+def _without_repeats(varies: Iterable[Any]) -> tuple[slice, ...]:
     """Return slices of length 1 along the axes on which labels do not vary."""
     return tuple(slice(None if axis_varies else 1) for axis_varies in varies)
 
@@ -473,7 +473,9 @@ def _convolution(copies: Copies, step: Step, operands: Operands) -> Labels | Non
     return [copies.placed(label, order, step.shape)]
 
 
-def _grouped(copies: Copies, step: Step, operands: Operands, side: int, spec: Sequence[Any]):
+def _grouped(
+    copies: Copies, step: Step, operands: Operands, side: int, spec: Sequence[Any]
+) -> tuple[Label, str]:
     """Return a convolution's labels by feature group, and the letter of the axis of neurons."""
     value = step.operands[side]
     axis = operands.axes[side]

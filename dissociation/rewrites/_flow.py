@@ -248,7 +248,7 @@ class Flow:
                 self.equal(operand_axis, common)
         return mixture
 
-    def _aligned(self, operands: Sequence[Value]):
+    def _aligned(self, operands: Sequence[Value]) -> tuple[Value, list[tuple[Axis, Axes]]]:
         """Return an elementwise result, and each of its axes with the operands' axes."""
         aligned = Value(np.broadcast_shapes(*(value.shape for value in operands)), [])
         varying = []
@@ -492,7 +492,7 @@ def _root(parent: dict[Name, Name], name: Name) -> Name:
     return root
 
 
-def _eliminate(matrix: np.ndarray):
+def _eliminate(matrix: np.ndarray) -> list[int]:
     """Run Gauss-Jordan elimination in place and return the pivot columns.
 
     The last column is the right-hand side.

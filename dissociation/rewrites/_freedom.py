@@ -281,7 +281,7 @@ def _inner_squares(unit: np.ndarray) -> np.ndarray:
     return np.stack(rows)
 
 
-def _centred(name: str, x: Any):
+def _centred(name: str, x: Any) -> tuple[np.ndarray, np.ndarray, float]:
     """Return centred columns over their largest absolute entry, constant columns, and this entry.
 
     Constant columns are True in a mask.
@@ -303,7 +303,7 @@ def _centred(name: str, x: Any):
     return np.where(is_constant, 0.0, columns), is_constant, unit
 
 
-def _largest(gram: np.ndarray, gains: np.ndarray):
+def _largest(gram: np.ndarray, gains: np.ndarray) -> tuple[np.ndarray, float]:
     """Return w >= 0 that maximises b^T w / sqrt(w^T G w), and its relative residual.
 
     It minimises w^T G w / 2 - b^T w.

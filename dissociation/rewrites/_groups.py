@@ -523,11 +523,13 @@ def _read(
     return GroupReport(groups, _frozen(flow, program, parameters))
 
 
-def _leaves(flow: Flow, axes: list[Axis]):
+def _leaves(flow: Flow, axes: list[Axis]) -> list[Leaf]:
     return [leaf for axis in axes for leaf in flow.atoms.leaves(axis)]
 
 
-def _slots(flow: Flow, program: Program, parameters: list[Value], outgoing: set[Name]):
+def _slots(
+    flow: Flow, program: Program, parameters: list[Value], outgoing: set[Name]
+) -> tuple[dict[int, list[Slot]], dict[int, int]]:
     """Return the slots and the number of copies of each dimension."""
     present = set()
     for value in parameters:
@@ -556,7 +558,7 @@ def _slots(flow: Flow, program: Program, parameters: list[Value], outgoing: set[
     return slots_of_atom, num_copies
 
 
-def _frozen(flow: Flow, program: Program, parameters: list[Value]):
+def _frozen(flow: Flow, program: Program, parameters: list[Value]) -> dict[str, str]:
     """Return the reason for each axis of which at least a part is fixed."""
     frozen: dict[str, str] = {}
     for path, value in zip(program.paths, parameters, strict=True):
@@ -591,7 +593,9 @@ def _cancels(sharing: np.ndarray | None, slots: list[Slot], linear_reads: set[Na
     return True
 
 
-def _main_scaling(scalings: np.ndarray, slots: list[Slot]):
+def _main_scaling(
+    scalings: np.ndarray, slots: list[Slot]
+) -> tuple[np.ndarray | None, float | None]:
     """Return the exponents that `scale` uses, and the degree of homogeneity."""
     if not len(scalings):
         return None, None

@@ -189,7 +189,7 @@ def _drawn(
 
 
 @eqx.filter_jit
-def _slot_keys(key: PRNGKey, is_outgoing: tuple[bool, ...]):
+def _slot_keys(key: PRNGKey, is_outgoing: tuple[bool, ...]) -> list[PRNGKey]:
     """Return a key for each slot, from one key for incoming and one for outgoing slots."""
     keys = [key] * len(is_outgoing)
     side_keys = jax.random.split(key)
@@ -338,7 +338,7 @@ def add_phantom(
 
 
 @partial(jax.jit, static_argnums=1)
-def _split_bias(weights: Array, has_bias: bool):
+def _split_bias(weights: Array, has_bias: bool) -> tuple[Array, Array | None]:
     """Return incoming weights [new, features], and biases [new] from the last row of `weights`."""
     if not has_bias:
         return weights.T, None

@@ -217,7 +217,7 @@ def _sliced(flow: Flow, value: Value, k: int, start: Any, size: Any) -> Axis:
     return flow.atoms.new(size, "it is read at given places")
 
 
-def _single(value: Value, axes: Sequence[Any]):
+def _single(value: Value, axes: Sequence[Any]) -> list[Any]:
     """Return those of an array's axes that have length 1."""
     return [k for k in axes if value.shape[k] == 1]
 
@@ -259,7 +259,7 @@ def _picked(flow: Flow, axis: Axis | None, index_axis: Axis | None) -> Axis | No
 
 def _starts(
     where: Value, dimensions: Sequence[Any], shape: Sequence[int], sizes: Sequence[int], clip: bool
-):
+) -> list[Any]:
     """Return the starts of slices along every axis, [slices]; None if traced or out of bounds."""
     starts: list[Any] = [np.zeros(math.prod(where.shape[:-1]), int)] * len(shape)
     for column, k in enumerate(dimensions):
@@ -326,7 +326,7 @@ def _scatter(flow: Flow, step: Step) -> Results:
     return [result]
 
 
-def _scattered_axes(numbers: Any, update_rank: int):
+def _scattered_axes(numbers: Any, update_rank: int) -> list[int]:
     """Return the axes of an update that are axes of indices."""
     return [k for k in range(update_rank) if k not in numbers.update_window_dims]
 
@@ -348,7 +348,7 @@ def update_axes(numbers: Any, rank: int, update_rank: int) -> AxisMap:
     return pairs
 
 
-def _update_sizes(update: Value, pairs: AxisMap):
+def _update_sizes(update: Value, pairs: AxisMap) -> list[int]:
     """Return the update's length along each axis of an array, 1 without an axis of the update."""
     return [1 if k is None else update.shape[k] for k in pairs]
 
@@ -399,7 +399,7 @@ def _written(
     return Value(value.shape, axes, is_zero)
 
 
-def _positions(start: np.ndarray | None, size: int):
+def _positions(start: np.ndarray | None, size: int) -> np.ndarray | None:
     """Return the positions at which `size` entries are written; None if unknown or repeated."""
     # Unknown or repeated places may hit any neuron.
     if start is None:

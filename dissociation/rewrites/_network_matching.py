@@ -151,7 +151,7 @@ def _copies_moved(group: NeuronGroup, by: NeuronGroup, permutations: np.ndarray)
     return sources
 
 
-def _in_order(groups: Mapping[str, NeuronGroup]):
+def _in_order(groups: Mapping[str, NeuronGroup]) -> dict[str, NeuronGroup]:
     """Order groups so that a group that permutes copies of another, as heads do, comes first."""
     remaining = dict(groups)
     ordered = {}
@@ -200,7 +200,7 @@ def _check_groups(model: Any, groups: Mapping[str, NeuronGroup]) -> None:
                 fail("groups", f"be of the networks: {wanted_array}", shape)
 
 
-def _rows(leaves: Sequence[np.ndarray], group: NeuronGroup):
+def _rows(leaves: Sequence[np.ndarray], group: NeuronGroup) -> list[list[np.ndarray]]:
     """Return the weights at each neuron, [neurons, numbers], by copy and slot."""
     rows = [[] for _ in range(group.copies)]
     for slot in group.slots:
@@ -211,7 +211,9 @@ def _rows(leaves: Sequence[np.ndarray], group: NeuronGroup):
     return rows
 
 
-def _permuted(leaves: list[np.ndarray], group: NeuronGroup, permutations: np.ndarray):
+def _permuted(
+    leaves: list[np.ndarray], group: NeuronGroup, permutations: np.ndarray
+) -> list[np.ndarray]:
     leaves = list(leaves)
     for slot in group.slots:
         leaves[slot.leaf] = slot.permuted(leaves[slot.leaf], permutations)
@@ -220,7 +222,7 @@ def _permuted(leaves: list[np.ndarray], group: NeuronGroup, permutations: np.nda
 
 def _by_signatures(
     first: list[np.ndarray], second: list[np.ndarray], groups: Mapping[str, NeuronGroup]
-):
+) -> dict[str, np.ndarray]:
     """Match neurons by their sorted weights, one group after another."""
     permutations = {}
     for name, group in groups.items():
@@ -292,7 +294,9 @@ def _move_copies(
             permutations[moved_name] = permutations[moved_name][copies]
 
 
-def _single(permutations: Mapping[str, np.ndarray], groups: Mapping[str, NeuronGroup]):
+def _single(
+    permutations: Mapping[str, np.ndarray], groups: Mapping[str, NeuronGroup]
+) -> dict[str, np.ndarray]:
     """Drop the axis of copies from permutations of groups with one copy."""
     single = dict(permutations)
     for name, permutation in permutations.items():
@@ -355,7 +359,9 @@ def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: An
     return Matching(_single(permutations, groups), value, converged=True)
 
 
-def _activity(model: Any, inputs: Any, group: NeuronGroup, slots: Sequence[Slot]):
+def _activity(
+    model: Any, inputs: Any, group: NeuronGroup, slots: Sequence[Slot]
+) -> dict[int, np.ndarray]:
     """Return activity [rows, neurons] by copy, centred and of length one.
 
     Products of such activities are correlations.

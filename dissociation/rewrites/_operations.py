@@ -56,7 +56,7 @@ def _read(flow: Flow, env: dict[Any, Value], atom: Any) -> Value:
     return env[atom]
 
 
-def _needed(jaxpr: jex.Jaxpr):
+def _needed(jaxpr: jex.Jaxpr) -> list[tuple[Any, Stretch | None]]:
     """Return the operations that results depend on, each with the `Stretch` that it joins."""
     stretches: dict[Any, Stretch] = {}
     joined = []
@@ -77,7 +77,7 @@ def _needed(jaxpr: jex.Jaxpr):
     return needed[::-1]
 
 
-def _variables(atoms: Sequence[Any]):
+def _variables(atoms: Sequence[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
 
 
@@ -99,7 +99,7 @@ def _joined(equation: Any, stretches: dict[Any, Stretch]) -> Stretch | None:
     return first._replace(indices=np.concatenate(indices))
 
 
-def _stretches(equation: Any):
+def _stretches(equation: Any) -> list[Stretch]:
     """Return the `Stretch` of each result of a slice or a split.
 
     The list is empty for other operations, for slices of a constant, and for slices that cut

@@ -21,7 +21,7 @@ from dissociation._core.types import Positive, PRNGKey, Size
 from dissociation._core.validation import validated
 from dissociation.models._program import function_of
 from dissociation.models._representations import representations
-from dissociation.rewrites._groups import NeuronGroup, parameters_of
+from dissociation.rewrites._groups import NeuronGroup, Slot, parameters_of
 from dissociation.rewrites._growth import incoming, made_by
 from dissociation.rewrites._rewrites import current
 from dissociation.training._fitting import fit
@@ -229,7 +229,7 @@ def _planting(group: NeuronGroup, model: Any, inputs: Array, pattern: np.ndarray
     return planting
 
 
-def _incoming_slots(group: NeuronGroup):
+def _incoming_slots(group: NeuronGroup) -> list[Slot]:
     """Return the incoming matrix of a group, and its bias if there is one."""
     return [slot for slot in made_by(group) if slot is not None]
 

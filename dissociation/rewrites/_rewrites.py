@@ -131,7 +131,7 @@ def changed(model: Any, changes: Sequence[tuple[Slot, Change]]) -> Any:
 
 
 @eqx.filter_jit
-def _change(arrays: list[Array], changes: list[tuple[Slot, Change]]):
+def _change(arrays: list[Array], changes: list[tuple[Slot, Change]]) -> list[Array]:
     for slot, change in changes:
         arrays[slot.leaf] = change(slot, arrays[slot.leaf])
     return arrays

@@ -60,7 +60,9 @@ def layer_inputs(model: Any, inputs: Any, path: str, *, call: Call | None = None
     return LayerInputs(path, leaf, axes, rows, np.shape(leaves[leaf]))
 
 
-def _layer_rows(model: Any, inputs: Any, path: str, call: Call | None):
+def _layer_rows(
+    model: Any, inputs: Any, path: str, call: Call | None
+) -> tuple[Array, tuple[int, ...]]:
     """Return the rows that the weights at `path` multiply, and their contracted axes."""
     paths, _, leaves, program = program_of(model, call)
     example = jax.tree.map(lambda array: array[0], inputs)
@@ -93,7 +95,7 @@ def _layer_rows(model: Any, inputs: Any, path: str, call: Call | None):
     return jnp.concatenate(_flattened(rows_of_uses)), axes[0]
 
 
-def _flattened(rows_of_uses: list[Array]):
+def _flattened(rows_of_uses: list[Array]) -> list[Array]:
     """Return rows [..., features] of each use of the weights as [rows, features]."""
     return [rows.reshape(-1, rows.shape[-1]) for rows in rows_of_uses]
 
@@ -125,7 +127,7 @@ class _Watch(Walk):
                 mark = np.asarray(equation.primitive.bind(marks[0], **params))
         return bound(equation, values), mark
 
-    def _in_loop(self, equation: Any, values: list[Any], marks: list[Any]):
+    def _in_loop(self, equation: Any, values: list[Any], marks: list[Any]) -> list[Any]:
         """Return the results of a loop, the same weights in every iteration, and record rows."""
         params = parameters(equation)
         program = params["jaxpr"]
@@ -133,7 +135,7 @@ class _Watch(Walk):
         loop_marks = marks[:num_consts] + [None] * (len(values) - num_consts)
         axes: list[tuple[int, ...]] = []
 
-        def body(operands: list[Any], _: Array):
+        def body(operands: list[Any], _: Array) -> tuple[list[Any], list[Array]]:
             watch = _Watch(self.shape)
             outputs = watch.run(program.jaxpr, program.consts, operands, loop_marks)
             axes[:] = watch.axes

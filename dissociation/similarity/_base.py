@@ -367,7 +367,7 @@ def warn_dropped(form: Form, name: str, x: Any) -> None:
 
 
 @partial(jax.jit, static_argnames="is_scaled")
-def _num_kept(x: Array, is_scaled: bool):
+def _num_kept(x: Array, is_scaled: bool) -> tuple[Array, Array]:
     """Return the number of directions above the rank cut, and of those that exceed rounding."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     x, _ = centred(x.astype(dtype))

@@ -76,7 +76,7 @@ def products(sums: Sums, *, is_debiased: bool) -> Products:
     return Products(*np.transpose(terms))
 
 
-def _terms(sums: Float[np.ndarray, "u v"], is_debiased: bool):
+def _terms(sums: Float[np.ndarray, "u v"], is_debiased: bool) -> tuple[float, float, float]:
     """Return the entries of `Products` of one choice of samples.
 
     With x and y about their means,

@@ -43,7 +43,7 @@ RANKED = ("spearman", "kendall")
 """Comparisons that depend on the order of the entries alone."""
 
 
-def _with_size(x: Array, kind: str, *, by_order: bool = False):
+def _with_size(x: Array, kind: str, *, by_order: bool = False) -> tuple[Array, Array]:
     """Return dissimilarities, squared if "euclidean", and the magnitudes of their rounding."""
     if kind in ("euclidean", "squared"):
         return squared_distances_with_size(x, by_order=by_order)

@@ -100,7 +100,7 @@ def smacof(
     return _embedded(table, key, rtol, limit, num_dims=count, num_starts=starts)
 
 
-def _checked(distances: Array | np.ndarray, num_dims: int):
+def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, int]:
     """Return the checked distances and number of dimensions."""
     count = check_count("num_dims", num_dims, minimum=1)
     if count >= len(distances):

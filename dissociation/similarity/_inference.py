@@ -196,7 +196,7 @@ def students_quantile(level: float, count: int) -> float:
     return float(stats.t.ppf(0.5 + 0.5 * level, count - 1))
 
 
-def _unbounded(bounds: tuple[float, float], rounding: float, xp: Any):
+def _unbounded(bounds: tuple[float, float], rounding: float, xp: Any) -> tuple[Callable, Callable]:
     """Return a map from within the bounds to an unbounded scale, and its inverse."""
     low, high = bounds
     inside = 1 - 4 * rounding
@@ -730,7 +730,7 @@ def log_orders(sets: Sequence[Items], units: Units) -> np.ndarray:
     return logs[0][:, None] + logs[-1][None] - of_all
 
 
-def _invariants_of_pairs(gram: Any, sets: Sequence[Items]):
+def _invariants_of_pairs(gram: Any, sets: Sequence[Items]) -> tuple[Invariants, Invariants]:
     """Return the sums of rows [items, 1] and of columns [1, others]."""
     stacks_of_width = defaultdict(list)
     indices = []  # of the representations of each set, in the order of its labels

@@ -80,7 +80,7 @@ class Items(NamedTuple):
         return f"{layer or self.name} {member}"
 
 
-def _named(name: str, representations: Any):
+def _named(name: str, representations: Any) -> list[tuple[str, str, Any]]:
     """Return representations with their names in messages and in labels."""
     if isinstance(representations, Mapping):
         if len(set(map(str, representations))) < len(representations):
@@ -197,7 +197,9 @@ def as_items(
     return Items(labels, stacks, list(indices_of_width.values()), num_positions, name, single)
 
 
-def _arranged(name: str, array: Any, rank: int, positions: str | None, channels: str | None):
+def _arranged(
+    name: str, array: Any, rank: int, positions: str | None, channels: str | None
+) -> tuple[Any, tuple]:
     """Return an array as [members, n, p], and the sizes of its positions."""
     if array.ndim != 2 + rank or rank < 0:
         requirement = "have axes [n, p] or [members, n, p], or those of positions in place of p"

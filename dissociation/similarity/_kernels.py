@@ -209,7 +209,7 @@ class _Debiased(NamedTuple):
     sums: Array  # of rows of K without its diagonal: x_i . (sum of the other x)
 
 
-def _longest(lengths: Array):
+def _longest(lengths: Array) -> tuple[Array, Array]:
     """Return indices of the longest samples, and flags of all but these, [n, 1]."""
     number = len(lengths)
     count = min(LONG, number // 4)
@@ -241,7 +241,7 @@ def _debiased_features(x: Array) -> _Debiased:
     return _Debiased(x / jnp.sqrt(norm), lengths / norm, sums / norm)
 
 
-def _debiased_product(a: _Debiased, b: _Debiased):
+def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
     """Return the product, and the sizes of its terms, whose rounding it carries."""
     n = float(len(a.entries))  # products of integers are soon beyond 32 bits
     squares = a.lengths * b.lengths

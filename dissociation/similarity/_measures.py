@@ -338,7 +338,7 @@ def _opaque(function: Callable[..., Array], **options: Any) -> Form:
     return Form(jnp.asarray, compare)
 
 
-def _with_all_rows(function: Callable[..., Array]):
+def _with_all_rows(function: Callable[..., Array]) -> Callable[..., Array]:
     """Return a function of two representations that passes the numbers of all rows."""
 
     @wraps(function)
@@ -356,7 +356,7 @@ def _of_rows(function: Callable[..., Array], **options: Any) -> Form:
     return Form(_beside_rows, compare, labels=np.arange)
 
 
-def _beside_rows(x: Array, rows: Array):
+def _beside_rows(x: Array, rows: Array) -> tuple[Array, Array]:
     return x, rows
 
 

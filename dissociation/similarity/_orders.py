@@ -2,12 +2,13 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 from scipy.special import gammaln
 
 from dissociation._core.types import PRNGKey
@@ -108,7 +109,7 @@ def random_orders(
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def _drawn(key: PRNGKey, count: int, sizes: Sequence[int], shifted: bool):
+def _drawn(key: PRNGKey, count: int, sizes: Sequence[int], shifted: bool) -> list[Array]:
     """Return orders of the units of each size, [orders, units]."""
     orders = []
     for index, size in enumerate(sizes):
@@ -135,7 +136,7 @@ def _rows(units: Units, orders: Sequence[np.ndarray]) -> np.ndarray:
     return orders_of_rows
 
 
-def _arrangements(counts: list[int]):
+def _arrangements(counts: list[int]) -> Iterator[list[int]]:
     """Yield every sequence that holds each number i `counts[i]` times."""
     if not any(counts):
         yield []

@@ -208,7 +208,7 @@ class Similarities(Result):
         return np.fmax(values, values.T)
 
 
-def _titles(labels: Labels):
+def _titles(labels: Labels) -> list[str]:
     """Return the layer of each item, with its member if there are several."""
     titles = []
     for layer, member in labels:
@@ -217,7 +217,7 @@ def _titles(labels: Labels):
     return titles
 
 
-def _indices_of(argument: str, layer: str, labels: Sequence[tuple[str, int]]):
+def _indices_of(argument: str, layer: str, labels: Sequence[tuple[str, int]]) -> list[int]:
     """Return the indices of a layer's members among labels."""
     layers = [name for name, _ in labels]
     layer = layer_named(argument, layer, layers)
@@ -561,7 +561,7 @@ def _intervals(
     subsets: Sequence[np.ndarray],
     number: int,
     level: float,
-):
+) -> dict[str, Any]:
     """Return the fields of jackknife intervals by name, with a warning of large biases."""
     joined = np.concatenate(leave_outs)
     quantile = inference.students_quantile(level, len(joined))
@@ -644,7 +644,7 @@ def _p_values(
     return p_value
 
 
-def _outputs(items: Items, layer: str | None):
+def _outputs(items: Items, layer: str | None) -> tuple[Items, list[int]] | None:
     """Return the networks' outputs, and the index of each item's output; or None."""
     indices = [index for index, (name, _) in enumerate(items.labels) if name == layer]
     if not indices and layer not in (None, "logits"):
@@ -663,7 +663,7 @@ def _outputs(items: Items, layer: str | None):
 
 def _of_outputs(
     values: np.ndarray, first: Items, second: Items, layer: str | None, budget: int | None
-):
+) -> dict[str, Any]:
     """Return disagreement, divergence and the measure of the outputs of each pair, by field."""
     fields: dict[str, Any] = dict.fromkeys((*FUNCTIONAL, "output_similarity"))
     of_first = _outputs(first, layer)

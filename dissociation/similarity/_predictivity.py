@@ -42,7 +42,7 @@ class _Fold(NamedTuple):
     held_out: Array  # [n, p]
 
 
-def _in_folds(x: Array, fold_of: Array | None, num_folds: int | None):
+def _in_folds(x: Array, fold_of: Array | None, num_folds: int | None) -> list[_Fold]:
     """Return the rows of each fold, by the fold of each row.
 
     Without folds all rows are fitted and predicted.
@@ -198,7 +198,7 @@ def predictivity_path(
     return _path(x, y, to_device(alphas), form.labels_of(len(x)), num_folds)
 
 
-def _errors(x: _Fold, y: _Fold, penalties: Array):
+def _errors(x: _Fold, y: _Fold, penalties: Array) -> tuple[Array, Array]:
     """Return the squared error of held-out rows at each penalty, and NaN if `x` is not finite."""
     matrix, undefined = finite_part(x.fitted)
     left_vectors, values, right_vectors = jnp.linalg.svd(matrix, full_matrices=False)

@@ -75,7 +75,7 @@ def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
     return jax.ops.segment_sum(values, indices, len(widths))
 
 
-def _read_batch(number: int, batch: Any):
+def _read_batch(number: int, batch: Any) -> list[Any]:
     """Return the arrays of a batch, or raise unless they hold real numbers."""
     if not isinstance(batch, (list, tuple)):
         fail("batches", "give a tuple of arrays each, one per representation", describe(batch))

@@ -178,7 +178,7 @@ class _Batched(eqx.Module):
         """Return the results in the largest batches that fit the memory budget."""
         leaves, structure = jax.tree.flatten(args)
 
-        def of_size(count: int):
+        def of_size(count: int) -> Callable[[list[Any]], Any]:
             sized = dataclasses.replace(self, batch_size=count)
             return lambda mapped: sized(*structure.unflatten(_filled(leaves, axes, mapped)))
 
@@ -266,7 +266,7 @@ class _Batched(eqx.Module):
         return is_known
 
 
-def _filled(leaves: list[Any], axes: list[int | None], mapped: list[Any]):
+def _filled(leaves: list[Any], axes: list[int | None], mapped: list[Any]) -> list[Any]:
     """Return all leaves, with the mapped ones replaced in order."""
     new = iter(mapped)
     return [leaf if axis is None else next(new) for leaf, axis in zip(leaves, axes, strict=True)]
@@ -288,7 +288,7 @@ def _loop_over(shared: tuple[Callable[..., Any], int], rows: Any) -> Any:
 _looped_over = eqx.filter_jit(_loop_over)  # equal programs compile once
 
 
-def _batch(function: Callable[..., Any], rows: Any):
+def _batch(function: Callable[..., Any], rows: Any) -> list[Any]:
     """Return the stacked results of `function` for the rows of one batch."""
     if len(rows[0]) == 1:
         return jax.tree.map(lambda leaf: leaf[None], function(_first(rows)))
@@ -310,7 +310,7 @@ def _in_axes_by_position(fun: Callable[..., Any], in_axes: PyTree, args: tuple[A
     return tuple(in_axes.get(name, EVERY_ARRAY) for name in names)
 
 
-def _axis_of_each_leaf(name: str, prefix: PyTree, tree: Any):
+def _axis_of_each_leaf(name: str, prefix: PyTree, tree: Any) -> list[int | None]:
     """Return the axis of every leaf of `tree` from a prefix."""
     axes: list[int | None] = []
 

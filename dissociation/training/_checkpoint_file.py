@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
 
 
 @contextmanager
-def _reading(path: str | os.PathLike[str]):
+def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
     check_regular(path)
     with reading(path, _ADVICE, "is damaged"):
         yield
@@ -117,7 +118,7 @@ def fingerprint(tree: Any) -> str:
     return digest.hexdigest()
 
 
-def _storable_leaves(tree: Any):
+def _storable_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Return the paths and leaves that are numbers, arrays, or shapes of arrays."""
     kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
     return [
@@ -130,7 +131,7 @@ def _storable_leaves(tree: Any):
 _NUMBERS = (bool, int, float, complex)
 
 
-def _encode(leaf: Any):
+def _encode(leaf: Any) -> tuple[dict[str, Any], "bytes | memoryview"]:
     """Return the description of a leaf for the header, and its bytes."""
     if type(leaf) in _NUMBERS:
         number = leaf
@@ -184,7 +185,7 @@ def _decode(entry: dict[str, Any], blob: bytes, like: Any, path: Any) -> Any:
     return to_device(array)
 
 
-def _read_meta(contents: bytes, path: Any):
+def _read_meta(contents: bytes, path: Any) -> tuple[dict[str, Any], int]:
     """Return the header and the offset of the first leaf."""
     size = len(MAGIC)
     start = size + 12

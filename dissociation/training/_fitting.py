@@ -320,7 +320,7 @@ def _copied(state: State, begin: Traced | None) -> State:
     return jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype), state)
 
 
-def _split_key(key: Any, num_members: int, shared: bool):
+def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Array, Array]:
     """Return keys of the data order, of the members' losses and of their observations.
 
     There is one key of the order if it is shared, else one per member.
@@ -343,7 +343,9 @@ def _split_key(key: Any, num_members: int, shared: bool):
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _member_streams(order: Any, key: Array, num_members: int, shared: bool):
+def _member_streams(
+    order: Any, key: Array, num_members: int, shared: bool
+) -> tuple[Array, Array, Array]:
     if key.ndim == 0:
         order, root = jax.random.split(key)
         key = jax.vmap(jax.random.fold_in, (None, 0))(root, jnp.arange(num_members))

@@ -227,7 +227,7 @@ def fit_grid(
 
 
 @jax.jit
-def _keys_of_sweep(key: Array, seeds: Array):
+def _keys_of_sweep(key: Array, seeds: Array) -> tuple[Array, Array]:
     """Return the key of the data order, and keys [members, 2] of each model and its training."""
     root, order = jax.random.split(key)
     return order, jax.vmap(jax.random.split)(folded(root, seeds))
@@ -315,7 +315,9 @@ def _run(
     return GridResult(sweep.grid, history, diverged_at, plan, tuple(seconds), models_of, aux_of)
 
 
-def _trained(sweep: Sweep, plan: Plan, sweep_folder: SweepFolder, members: Any):
+def _trained(
+    sweep: Sweep, plan: Plan, sweep_folder: SweepFolder, members: Any
+) -> tuple[PyTree, PyTree]:
     """Return trained models and `aux` of some members, stacked in the order of `members`."""
     position_of_member = {}
     for index, group in enumerate(plan.groups):

@@ -81,7 +81,9 @@ def train(
         history = []
         for size, within, length in runs:
 
-            def train_step(state: State, i: Array, bound: Any = (size, within, start)):
+            def train_step(
+                state: State, i: Array, bound: Any = (size, within, start)
+            ) -> tuple[State, Info]:
                 size, within, start = bound
                 batch = sampler.batch(plan, within + i, size)
                 return step(state, batch, jax.random.fold_in(loss_key, start + i))

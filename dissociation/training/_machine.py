@@ -196,7 +196,7 @@ def run_largest(
     """Return `function_of(batch_size)(arrays)` for the largest batch within `budget` bytes."""
 
     @functools.cache
-    def program_of(batch_size: int):
+    def program_of(batch_size: int) -> tuple[Any, int]:
         # Closed-over arrays become arguments; as constants they would be folded and copied.
         converted = eqx.filter_closure_convert(function_of(batch_size), arrays)
         _refuse_traced(converted)

@@ -242,7 +242,7 @@ def _joined(operation: str, trees: Sequence[Any], axis: int) -> Any:
     return jax.tree.unflatten(jax.tree.structure(trees[0]), columns)
 
 
-def _of_one_kind(leaves: Sequence[Any]):
+def _of_one_kind(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """Return JAX arrays, converted to a common dtype if some hold integers."""
     kinds = {leaf.dtype for leaf in leaves}
     if len(kinds) == 1 or "int" not in map(number_kind, kinds):
@@ -252,7 +252,9 @@ def _of_one_kind(leaves: Sequence[Any]):
     return tuple(to_device(leaf, dtype) for leaf in leaves)
 
 
-def _joined_arrays(operation: str, columns: dict[int, tuple[Array, ...]], axis: int):
+def _joined_arrays(
+    operation: str, columns: dict[int, tuple[Array, ...]], axis: int
+) -> dict[int, Array]:
     join = getattr(jnp, operation)
     return {number: join(arrays, axis=axis) for number, arrays in columns.items()}
 

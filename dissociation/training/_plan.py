@@ -85,7 +85,9 @@ class Sweep(NamedTuple):
 
 
 @eqx.filter_jit
-def _fresh(make: tuple[Any, Any], quantities: dict[str, Any], keys: Array, members: Array):
+def _fresh(
+    make: tuple[Any, Any], quantities: dict[str, Any], keys: Array, members: Array
+) -> tuple[PyTree, PyTree, Array]:
     """Return stacked models and `aux` of members from two functions, and keys of training.
 
     The second function may be None.
@@ -188,7 +190,7 @@ def estimated_bytes(
     save = sweep.save
     four_members = (list(members) * 4)[:4]
 
-    def prepare():
+    def prepare() -> tuple[Any, ...]:
         models, arguments = sweep.arguments(four_members)
         return prepared(models, step, sampler, **arguments)
 

@@ -134,7 +134,7 @@ class Batches:
         return shard_sources, (common_arrays, common_plan)
 
 
-def _by_shard(placed: Any, is_split: bool, num_shards: int):
+def _by_shard(placed: Any, is_split: bool, num_shards: int) -> tuple[list[Any], Any]:
     """Return a tree for every shard, or Nones, and a tree for all shards, or None."""
     if is_split:
         return placed, None
@@ -329,7 +329,7 @@ class Run:
         self.record = Record(self.step, partition.total, self.program.info)
         self.clock = Clock(began)
 
-    def _inputs(self, segment: Segment, active: Any = None):
+    def _inputs(self, segment: Segment, active: Any = None) -> list[ChunkInputs]:
         """Return the inputs of `run_chunk` for every shard, without `span`."""
         members = self.members
         num_shards = len(members.states)
@@ -406,7 +406,7 @@ class Run:
         example = inputs[0]._replace(span=spans[0])
         program = compiled(run_chunk, members.threads, example, members.states[0])
 
-        def steps(state: State, inputs: ChunkInputs):
+        def steps(state: State, inputs: ChunkInputs) -> tuple[State, list[Info]]:
             columns = []
             for span in spans:
                 state, infos = program(inputs._replace(span=span), state)

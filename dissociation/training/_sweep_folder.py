@@ -38,7 +38,7 @@ def opened(
         yield SweepFolder(path, manifest, {})
 
 
-def _manifest(folder: Path, identity: dict[str, Any], fresh: bool):
+def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, Any]:
     """Return the manifest of a folder, or a new one; if `fresh`, move the folder's files first."""
     path = folder / MANIFEST
     if fresh and path.exists():

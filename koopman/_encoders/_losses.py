@@ -470,7 +470,7 @@ def _covariance(x: Array) -> Array:
     return product(x.T, x) / x.shape[0]
 
 
-def _whitened(x: Array, y: Array, center: bool):
+def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
     """Return whitening maps of x and y, [2, d, d], and C_xy of the whitened features, [d, d]."""
     eps = rounding_unit(x)
     map_x, features_x, root_x = _whiten(x, eps, jnp.zeros((), x.dtype), center)
@@ -480,7 +480,7 @@ def _whitened(x: Array, y: Array, center: bool):
     return jnp.stack([map_x, map_y]), cross
 
 
-def _whiten(x: Array, eps: float, earlier: Array, center: bool):
+def _whiten(x: Array, eps: float, earlier: Array, center: bool) -> tuple[Array, Array, Array]:
     """Return the whitening map M of x, nearly white features F and C_F^{-1/2}: x M = F C_F^{-1/2}.
 
     Decompositions run after the scalar `earlier`.

@@ -119,7 +119,7 @@ def findings_of(operator: Operator, x: Any, y: Any) -> Iterator[Finding]:
         yield from _regression(operator, _rows_of_pairs(x, y, is_centred=False))
 
 
-def _findings_of_fit(operator: Operator, fitting: Fitting):
+def _findings_of_fit(operator: Operator, fitting: Fitting) -> Iterator[Finding]:
     """Yield findings on solver, `alpha`, columns, rank and rounding."""
     settings = fitting.settings
     alpha = float(operator.alpha)
@@ -152,7 +152,7 @@ def _findings_of_fit(operator: Operator, fitting: Fitting):
     yield from _rounding(operator)
 
 
-def _equal_values(operator: Operator, fitting: Fitting):
+def _equal_values(operator: Operator, fitting: Fitting) -> Iterator[Finding]:
     """Yield a finding if the rank separates equal singular values.
 
     Rounding then chooses the directions.
@@ -185,7 +185,7 @@ def _equal_values(operator: Operator, fitting: Fitting):
     yield Finding("equal_values", numbers, sentence, f"Use rank {choice}.")
 
 
-def _rounding(operator: Operator):
+def _rounding(operator: Operator) -> Iterator[Finding]:
     gram_x = np.asarray(operator.gram_x)
     total = gram_x + np.asarray(operator.penalty)
     # U^T C_x U + B is the identity, except for unused columns. Directions are weighted by what
@@ -247,7 +247,7 @@ def _rows_of_moments(x: Moments) -> _Rows:
     return _Rows(rows_x, rows_y, ones, count, 8 * eps)
 
 
-def _regression(operator: Operator, rows: _Rows):
+def _regression(operator: Operator, rows: _Rows) -> Iterator[Finding]:
     """Yield findings of suppressed predictive directions or a missing intercept, by F tests."""
     eps = rounding_unit(operator.core)
     alpha = float(operator.alpha) if operator.given else 0.0
@@ -281,7 +281,7 @@ def _regression(operator: Operator, rows: _Rows):
         yield from _intercept(rows, basis, residual, freedom, floor)
 
 
-def _span_of(x: np.ndarray, eps: float, alpha: float):
+def _span_of(x: np.ndarray, eps: float, alpha: float) -> tuple[np.ndarray, np.ndarray]:
     """Return an orthonormal basis of the columns' span, [m, k].
 
     Return also the singular values [k], or without an `alpha` numbers near them.
@@ -308,7 +308,9 @@ def _span_of(x: np.ndarray, eps: float, alpha: float):
     return left_vectors[:, is_kept], sizes[is_kept]
 
 
-def _intercept(rows: _Rows, basis: np.ndarray, residual: np.ndarray, freedom: float, floor: float):
+def _intercept(
+    rows: _Rows, basis: np.ndarray, residual: np.ndarray, freedom: float, floor: float
+) -> Iterator[Finding]:
     """Yield a finding if a column of ones lowers the residual of a regression on the basis."""
     remainder = rows.ones - basis @ (basis.T @ rows.ones)
     length = remainder @ remainder

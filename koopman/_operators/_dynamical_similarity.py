@@ -18,7 +18,7 @@ from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from koopman._operators._numerics import positive_or_one, rounding_unit
 from koopman._operators._operator import Operator
-from koopman._operators._rotations import descend, norm
+from koopman._operators._rotations import Point, descend, norm
 
 FORMS = ("frobenius", "angular")
 Matrix = Float[Array | np.ndarray, "r r"]
@@ -266,7 +266,7 @@ def _solve(
     eye = jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
     identities = jnp.broadcast_to(eye, rotations.shape)
 
-    def align(pair: tuple[Array, Array]):
+    def align(pair: tuple[Array, Array]) -> tuple[Point, Array, Array]:
         row, column = pair
         a = jax.tree.map(lambda leaf: leaf[row], prepared)
         b = jax.tree.map(lambda leaf: leaf[column], prepared)
@@ -303,7 +303,7 @@ def _solve(
     )
 
 
-def _distance(a: Array, b: Array, rotation: Array, bound: Array, form: str):
+def _distance(a: Array, b: Array, rotation: Array, bound: Array, form: str) -> tuple[Array, Array]:
     """Return the distance at C, and its lower bound from the `bound` of matrices of norm 1."""
     largest_a = jnp.max(jnp.abs(a))
     largest_b = jnp.max(jnp.abs(b))
@@ -335,7 +335,7 @@ class _Prepared(NamedTuple):
     singular: Array  # singular values of the skew part, and of the unit matrix: [2, r]
 
 
-def _prepare(matrices: Array, key: Array, num_starts: int):
+def _prepare(matrices: Array, key: Array, num_starts: int) -> tuple[_Prepared, Array]:
     """Return the factors of all matrices [m, r, r], and random orthogonal matrices."""
     # E(C) has local minima. Half of the starts match, by rank, eigenvectors of a symmetric function
     # of A, a random combination of its symmetric part, A A^T, A^T A and A^2 + A^{2T}, to those of

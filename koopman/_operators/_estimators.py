@@ -458,7 +458,7 @@ def _from_moments(problem: FeatureRegression) -> Basis:
     solve = custom_vmap(factored)
 
     @solve.def_vmap
-    def _(_: int, batched: list[bool], *arguments: Array):
+    def _(_: int, batched: list[bool], *arguments: Array) -> tuple[Basis, Basis]:
         solve_member = shared if batched == [False, False, True] else factored
         axes = [0 if is_mapped else None for is_mapped in batched]
         basis = jax.vmap(solve_member, axes)(*arguments)

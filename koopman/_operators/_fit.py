@@ -150,7 +150,7 @@ def fit(
 
 def _features(
     x: Data, y: AnyArray | None, centres: AnyArray | None, observable: AnyArray | None, center: bool
-):
+) -> tuple["_Problem", tuple[int, ...]]:
     """Return the problem of pairs or moments of features, and the shape of one observable."""
     if centres is not None:
         fail("kernel", "be given with `centres`", "None")
@@ -164,7 +164,7 @@ def _features(
     return _from_moments(x)
 
 
-def _states(x: Data, y: AnyArray | None, center: bool):
+def _states(x: Data, y: AnyArray | None, center: bool) -> tuple[AnyArray, AnyArray]:
     """Return states and successors for a kernel."""
     if isinstance(x, Moments) or y is None:
         received = "moments" if isinstance(x, Moments) else "no `y`"
@@ -270,7 +270,9 @@ def _refuse_features(
 
 
 @partial(jax.jit, static_argnames="level")
-def _in_units(problem: _Problem, alpha: Array | None, level: bool):
+def _in_units(
+    problem: _Problem, alpha: Array | None, level: bool
+) -> tuple[_Problem, Array, Array, Array, Array, tuple[Array, Array, Array]]:
     """Return the problem, alpha, the largest entry of x, tr(C_x), squares of columns, and units.
 
     Units are (unit, column divisors, ratio of the traces). With `level`, column divisors are powers
@@ -337,7 +339,9 @@ def _fit_on_centres(
 
 
 @compiled_by_kernel
-def _centre_features(kernel: Kernel, centres: Array, coefficients: Array, x: Array, y: Array):
+def _centre_features(
+    kernel: Kernel, centres: Array, coefficients: Array, x: Array, y: Array
+) -> tuple[Array, Array, Array]:
     """Return Nystroem features of x and y, and the default `alpha`."""
     features_x = kernel_features(kernel, centres, coefficients, x)
     features_y = kernel_features(kernel, centres, coefficients, y)
@@ -345,7 +349,9 @@ def _centre_features(kernel: Kernel, centres: Array, coefficients: Array, x: Arr
     return features_x, features_y, kernel_alpha(type(kernel) is Linear, mean_square)
 
 
-def _from_pairs(x: AnyArray, y: AnyArray, observable: AnyArray | None, center: bool):
+def _from_pairs(
+    x: AnyArray, y: AnyArray, observable: AnyArray | None, center: bool
+) -> tuple[_Problem, tuple[int, ...]]:
     x, y, flat, shape = checked_pairs(x, y, observable, as_known)
     arrays = [x, y]
     if observable is not None:
@@ -371,7 +377,7 @@ def _from_pairs(x: AnyArray, y: AnyArray, observable: AnyArray | None, center: b
     return _Problem._make([*rows, *offsets, scale, num_pairs]), shape
 
 
-def _about_means(arrays: list[Any], center: bool):
+def _about_means(arrays: list[Any], center: bool) -> tuple[list[Any], Any, list[Any]]:
     """Return the means of the arrays, the mean of y less that of x, and the centred arrays.
 
     The arrays are x, y and perhaps an observable. Without `center` none is centred.
@@ -387,7 +393,7 @@ def _about_means(arrays: list[Any], center: bool):
 _compiled_about_means = jax.jit(_about_means, static_argnames="center")
 
 
-def _from_moments(moments: Moments):
+def _from_moments(moments: Moments) -> tuple[_Problem, tuple[int, ...]]:
     width, width_y, _ = moments.widths
     if width_y != width:
         expected = f"hold moments of as many features of the successors as of the states ({width})"
@@ -478,7 +484,9 @@ def _refuse_kernel(
 
 
 @partial(jax.jit, static_argnames="is_linear")
-def _kernel_in_units(gram_x: Array, gram_y: Array, alpha: Array | None, is_linear: bool):
+def _kernel_in_units(
+    gram_x: Array, gram_y: Array, alpha: Array | None, is_linear: bool
+) -> tuple[Array, ...]:
     """Return K and L in a unit of features, alpha, the unit, the trace of K, and `extremes`.
 
     In this unit squares neither overflow nor vanish.
@@ -578,7 +586,7 @@ def _solve_kernel(
     unit: Array,
     trace: Array,
     settings: FitSettings,
-):
+) -> tuple[dict[str, Any], Basis]:
     """Return the fields of an operator, with coefficients of its maps, and its basis."""
     num_samples = problem.x.shape[0]
     basis = span(estimator, problem)
@@ -621,7 +629,9 @@ def _solve_kernel(
     return fields, basis
 
 
-def _latent_moments(latent_x: Array, latent_y: Array, penalty: Array, number: int):
+def _latent_moments(
+    latent_x: Array, latent_y: Array, penalty: Array, number: int
+) -> tuple[Array, dict[str, Array]]:
     """Return weights of the samples in the regression on the latent functions, and its moments."""
     weights = product(latent_x, unshrinking(penalty)) / number
     moments = {

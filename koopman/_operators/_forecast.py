@@ -111,7 +111,7 @@ def _warn_lost(operator: Operator, steps: np.ndarray | Array) -> None:
 
 
 @eqx.filter_jit
-def _mode_losses(operator: Operator):
+def _mode_losses(operator: Operator) -> tuple[Array, Array, Array]:
     """Return moduli of the eigenvalues, their shrinkage and shares."""
     spectrum = decompose(operator)
     moduli = jnp.abs(spectrum.eigenvalues)
@@ -163,7 +163,7 @@ def _num_digits(exponents: Any) -> int:
 def _matrix_powers(matrix: Array, exponents: Array, digits: int) -> Array:
     eye = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
 
-    def body(digit: Array, state: tuple[Array, Array]):
+    def body(digit: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         powers, square = state
         remaining = exponents >> digit
         is_used = ((remaining & 1) == 1)[:, None, None]
@@ -304,7 +304,7 @@ def score(
     return metric(future, predict(operator, x, steps))
 
 
-def _as_list(arrays: Any):
+def _as_list(arrays: Any) -> list[Any]:
     if not isinstance(arrays, list | tuple):
         arrays = [arrays]
     return list(map(as_known, arrays))

@@ -204,7 +204,7 @@ def _generator(forms: _Forms, size: int) -> Generator:
 
 
 @jax.custom_jvp
-def _pencil(rows: Float[Array, "2 d d"], ridge: Float[Array, ""]):
+def _pencil(rows: Float[Array, "2 d d"], ridge: Float[Array, ""]) -> Float[Array, "d d"]:
     """Return eigenvectors v of H v = s^2 A v with v^T A v = 1, s falling.
 
     A = H + rows[1]^T rows[1] + ridge I, H = rows[0]^T rows[0].
@@ -222,7 +222,7 @@ def _pencil(rows: Float[Array, "2 d d"], ridge: Float[Array, ""]):
 
 
 @_pencil.defjvp
-def _pencil_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]):
+def _pencil_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     rows, ridge = primals
     d_rows, d_ridge = tangents
     vectors = _pencil(rows, ridge)

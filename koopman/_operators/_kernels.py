@@ -297,7 +297,7 @@ def _gaussian(x: Array, y: Array, length: Array) -> Array:
     return jnp.exp(-0.5 * square / length**2)
 
 
-def _distances(x: Float[Array, "n d"], y: Float[Array, "m d"]):
+def _distances(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, "n m"]:
     """Return |x_i - y_j| by differences, a row at a time."""
 
     # By differences, because the root of a product's rounding would not be small.
@@ -388,7 +388,7 @@ def nystroem_map(kernel: Kernel, centres: Float[Array | np.ndarray, "m d"]) -> K
 
 
 @compiled_by_kernel
-def _nystroem(kernel: Kernel, centres: Array):
+def _nystroem(kernel: Kernel, centres: Array) -> tuple[Array, Array, Array]:
     """Return k(Z, Z), its `extremes`, and k(Z, Z)^(-1/2)."""
     values = gram(kernel, centres, centres)
     coefficients = psd_power(values, -0.5)
@@ -446,7 +446,9 @@ def choose_centres(
 
 
 @partial(jax.jit, static_argnames=("number", "count"))
-def _drawn(key: PRNGKey, number: int, count: int, x: Array | None = None):
+def _drawn(
+    key: PRNGKey, number: int, count: int, x: Array | None = None
+) -> tuple[Array, Any, Array]:
     """Return indices of `count` samples of `number`, the samples of `x`, and another key."""
     key, next_key = jax.random.split(key)
     indices = jax.random.permutation(key, number)[:count]
@@ -455,7 +457,7 @@ def _drawn(key: PRNGKey, number: int, count: int, x: Array | None = None):
 
 
 @jax.jit
-def _by_leverage(features: Array, alpha: Scalar | None, key: PRNGKey):
+def _by_leverage(features: Array, alpha: Scalar | None, key: PRNGKey) -> tuple[Array, Scalar]:
     """Return indices of as many samples as centres, and the regularisation."""
     num_samples, num_centres = features.shape
     features = features * num_samples**-0.5

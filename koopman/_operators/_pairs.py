@@ -140,7 +140,7 @@ def _cut_on_host(stacks: list[np.ndarray], start: int, longest: int) -> Array:
 
 
 @partial(jax.jit, static_argnames="longest")
-def _cut_all(stacks: list[Array], steps: Array, longest: int):
+def _cut_all(stacks: list[Array], steps: Array, longest: int) -> tuple[Array, Array]:
     """Return x and y of pairs at a traced lag `steps` of at most `longest`."""
     x = [_joined(stack[:, :-longest]) for stack in stacks]
     y = []
@@ -209,7 +209,7 @@ def delay_embed(
 
 def _stacked(
     name: str, trajectories: Any, axis: int | None, longest: int, reach: str, advice: str = ""
-):
+) -> list[Any]:
     """Return checked trajectories in stacks of equal length, of one dtype.
 
     The shape of a stack is [trajectories, time, ...]. `reach` are words for `longest`.
@@ -428,7 +428,9 @@ def moments(
     return _compiled_moments(*_prepared(x, y, observable, center), center)
 
 
-def _prepared(x: AnyArray, y: AnyArray, observable: AnyArray | None, center: bool):
+def _prepared(
+    x: AnyArray, y: AnyArray, observable: AnyArray | None, center: bool
+) -> tuple[Array, Array, Array]:
     """Return x, y and the observable (default: y) as JAX arrays, and warn of rounding."""
     if observable is None:
         observable = y
@@ -474,7 +476,7 @@ def mean_of(x: Rows) -> tuple[Float[AnyArray, " d"], Float[AnyArray, " d"]]:
     return _sum_of_two(mean, product(shares, x - mean[None])[0])
 
 
-def _sum_of_two(a: Any, b: Any):
+def _sum_of_two(a: Any, b: Any) -> tuple[Any, Any]:
     """Return a sum and its exact rounding error (Knuth 1969, section 4.2.2, theorem B)."""
     total = a + b
     rounded_b = total - a
@@ -549,7 +551,7 @@ def _scan_moments(batches: tuple[Array, Array, Array], center: bool) -> Moments:
     first = _moments(x[0], y[0], observable[0], center)
     remaining = jax.tree.map(lambda leaf: leaf[1:], batches)
 
-    def add(total: Moments, batch: tuple[Array, Array, Array]):
+    def add(total: Moments, batch: tuple[Array, Array, Array]) -> tuple[Moments, None]:
         return _merged(total, _moments(*batch, center)), None
 
     total, _ = lax.scan(add, first, remaining)
@@ -567,7 +569,7 @@ def gram_root(x: Float[Array, "n d"]) -> Float[Array, "d d"]:
 # The tangent dR has R^T dR + dR^T R = d(x^T x), and is finite if x is rank-deficient, unlike that
 # of QR.
 @gram_root.defjvp
-def _gram_root_jvp(primals: tuple[Array], tangents: tuple[Array]):
+def _gram_root_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,) = primals
     (d_x,) = tangents
     root = gram_root(x)

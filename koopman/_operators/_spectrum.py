@@ -117,7 +117,9 @@ def decompose(operator: Operator) -> Eigensystem:
     )
 
 
-def _quadratic_form(matrix: Float[Array, "r r"], vectors: Complex[Array, "r r"]):
+def _quadratic_form(
+    matrix: Float[Array, "r r"], vectors: Complex[Array, "r r"]
+) -> Complex[Array, " r"]:
     """Return w_i^* M w_i of the columns w_i."""
     images = product(matrix.astype(vectors.dtype), vectors)
     return jnp.sum(vectors.conj() * images, 0)
@@ -334,7 +336,9 @@ def _symmetric_eigenvalues(matrix: Array) -> Array:
 
 
 @_symmetric_eigenvalues.defjvp
-def _symmetric_eigenvalues_jvp(primals: tuple[Array], tangents: tuple[Array]):
+def _symmetric_eigenvalues_jvp(
+    primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
     (matrix,) = primals
     (d_matrix,) = tangents
     values, vectors = jnp.linalg.eigh(matrix)
@@ -380,7 +384,9 @@ def eigenpairs(matrix: Float[Array, "r r"]) -> tuple[Complex[Array, " r"], Compl
 
 
 @eigenpairs.defjvp
-def _eigenpairs_jvp(primals: tuple[Array], tangents: tuple[Array]):
+def _eigenpairs_jvp(
+    primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     (matrix,) = primals
     (d_matrix,) = tangents
     values, vectors = eigenpairs(matrix)
@@ -430,7 +436,7 @@ def slopes(
     return diagonal + jnp.sum(coupled, 0)
 
 
-def _eig_on_host(matrix: Array | np.ndarray):
+def _eig_on_host(matrix: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     values, vectors = np.linalg.eig(np.asarray(matrix))
     dtype = np.result_type(matrix.dtype, np.complex64)
     return values.astype(dtype), vectors.astype(dtype)

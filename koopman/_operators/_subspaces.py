@@ -231,7 +231,7 @@ def _all_members(is_true: Array) -> Array:
 
 
 @_all_members.def_vmap
-def _(_: int, batched: list[bool], is_true: Array):
+def _(_: int, batched: list[bool], is_true: Array) -> tuple[Array, bool]:
     if batched[0]:
         is_true = jnp.all(is_true, 0)
     return _all_members(is_true), False
@@ -361,7 +361,7 @@ def find_eigenpairs(
             block = inner(block)
         return apply(block)
 
-    def search(block: Array):
+    def search(block: Array) -> tuple[Array, Array, Array]:
         """Return the best vectors and values in the Krylov space of a block, and their residual."""
         blocks = [block]
         for _ in range(num_blocks - 1):
@@ -393,7 +393,7 @@ def find_eigenpairs(
         is_falling = (residual < 0.95 * previous) | (num_spaces < 3)
         return (residual > limit) & is_falling & (num_spaces < max_restarts)
 
-    def restart(state: tuple[Array, ...]):
+    def restart(state: tuple[Array, ...]) -> tuple[Array, ...]:
         vectors, _, residual, _, num_spaces = state
         return *search(vectors), residual, num_spaces + 1
 
@@ -470,7 +470,7 @@ def chosen_solver(solver: str, rows: int, columns: int, number: int) -> str:
     return "krylov" if is_iterative else "dense"
 
 
-def _orthonormal(block: Array, inner: Callable[[Array], Array] | None):
+def _orthonormal(block: Array, inner: Callable[[Array], Array] | None) -> tuple[Array, Array]:
     """Return Q that spans the block with Q^T T Q = I, and T Q.
 
     Q has zero columns if the block is rank-deficient.

@@ -78,7 +78,7 @@ def _scheme(
     sigma: Scalar,
     time_step: Scalar,
     substeps: int,
-):
+) -> Callable[[Array, Array], Array]:
     """Return the function of a state [d] and a key to the state after all substeps."""
     check_positive("friction", friction)
     check_non_negative("sigma", sigma)
@@ -174,7 +174,9 @@ def langevin_spectrum(
     return ExactSpectrum(eigenvalues, functions, functions, density)
 
 
-def _within_cut_off(energy: Callable[..., np.ndarray], domain: tuple[float, float]):
+def _within_cut_off(
+    energy: Callable[..., np.ndarray], domain: tuple[float, float]
+) -> tuple[float, float]:
     """Return the interval from the first to the last point of the domain below the cut-off."""
     is_finite = len(domain) == 2 and np.all(np.isfinite(domain))
     if not (is_finite and domain[0] < domain[1]):

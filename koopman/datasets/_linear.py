@@ -1,5 +1,6 @@
 """Linear systems with Gaussian noise, in one regime or several, and their spectra."""
 
+from collections.abc import Callable
 from itertools import combinations_with_replacement
 from typing import Any, NamedTuple
 
@@ -155,7 +156,7 @@ def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0
     return ExactSpectrum(products[order], right_functions, None, density)
 
 
-def _normal_density(covariance: np.ndarray):
+def _normal_density(covariance: np.ndarray) -> Callable[..., np.ndarray]:
     """Return the density of a centred normal distribution."""
     root = np.linalg.cholesky(covariance)
     d = len(root)
@@ -294,7 +295,7 @@ def _noise_matrix(noise: Any, d: int, dtype: Any, xp: Any = jnp) -> Any:
     return xp.asarray(noise, dtype) * xp.eye(d, dtype=dtype)
 
 
-def _standard_normal(d: int, dtype: Any):
+def _standard_normal(d: int, dtype: Any) -> Callable[[Array], Array]:
     return lambda key: jax.random.normal(key, (d,), dtype)
 
 

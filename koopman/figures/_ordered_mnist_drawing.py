@@ -90,7 +90,7 @@ def caption(dataset: xarray.Dataset) -> str:
     )
 
 
-def _draw_sequence(panel: Any, dataset: xarray.Dataset):
+def _draw_sequence(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     axes = panel.subplots(1, 10)
     for axis, image, label in zip(
         axes, dataset.test_images.values, dataset.labels.values, strict=False
@@ -101,7 +101,7 @@ def _draw_sequence(panel: Any, dataset: xarray.Dataset):
     return [axes[0]]
 
 
-def _groups(dataset: xarray.Dataset):
+def _groups(dataset: xarray.Dataset) -> list[list[str]]:
     """Return the models of both panels, encoders and autoencoders."""
     encoders = []
     autoencoders = []
@@ -113,7 +113,7 @@ def _groups(dataset: xarray.Dataset):
     return [names for names in (encoders, autoencoders) if names]
 
 
-def _draw_errors(panel: Any, dataset: xarray.Dataset):
+def _draw_errors(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     times = dataset.times.values[:-1]
     groups = _groups(dataset)
     axes = panel.subplots(1, len(groups), sharey=True, squeeze=False)[0]
@@ -144,7 +144,7 @@ def _draw_errors(panel: Any, dataset: xarray.Dataset):
     return list(axes)
 
 
-def _draw_strips(panel: Any, dataset: xarray.Dataset):
+def _draw_strips(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     num_steps = min(dataset.sizes["steps"], 14)
     axes = panel.subplots(dataset.sizes["models"], num_steps + 1, squeeze=False)
     start = dataset.test_images.values[:1]
@@ -172,12 +172,12 @@ def _draw_strips(panel: Any, dataset: xarray.Dataset):
     return [axes[0, 0]]
 
 
-def _with_functions(dataset: xarray.Dataset):
+def _with_functions(dataset: xarray.Dataset) -> list[str]:
     """Return the models whose eigenfunctions are drawn."""
     return [name for name in ("classifier", "vamp", "contrastive") if name in dataset.models]
 
 
-def _draw_spectra(panel: Any, dataset: xarray.Dataset):
+def _draw_spectra(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     names = _with_functions(dataset)
     axes = panel.subplots(1, len(names) + 1, squeeze=False)[0]
     for axis, name in zip(axes, names, strict=False):

@@ -102,7 +102,7 @@ def project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
 
 
 @eqx.filter_jit
-def _moved(dynamics: Any, num_digits: int):
+def _moved(dynamics: Any, num_digits: int) -> dict[str, Array]:
     """Return the matrix with its eigenvalues moved to the circle and to the roots, by name."""
     # Both in one program, so that forecasters of one kind share a single compilation.
     eigenvalues, right_vectors, left_vectors = spectral(dynamics)

@@ -219,7 +219,7 @@ def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> xarray.
 
 def _evaluated(
     config: Config, name: str, networks: Networks, train: np.ndarray, test: np.ndarray, norm: float
-):
+) -> dict[str, np.ndarray]:
     """Evaluate a model's forecasters of all seeds.
 
     Arrays of seeds whose networks or oracle diverged are NaN.
@@ -245,7 +245,7 @@ def _evaluated(
     return stacked
 
 
-def _nothing(config: Config, test: np.ndarray):
+def _nothing(config: Config, test: np.ndarray) -> dict[str, np.ndarray]:
     """Return NaN in the shapes of a model's forecasts for one seed."""
     digits = config.num_digits
     axes = (len(PROTOCOLS), len(SCALES), config.num_steps + 1, len(test), digits)

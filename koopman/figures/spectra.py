@@ -278,7 +278,7 @@ def _exact_function(system: System) -> np.ndarray:
     return np.asarray(functions[:, 1], complex)
 
 
-def _trials(config: Config, system: System, length: int, key: Array):
+def _trials(config: Config, system: System, length: int, key: Array) -> dict[str, Array]:
     """Estimate nearest eigenvalues and first eigenfunction from all trajectories of one length."""
     exact = jnp.asarray(_compared(system), jnp.complex64)
     truth = jnp.asarray(_exact_function(system), jnp.complex64)
