@@ -27,6 +27,8 @@ _OPERATIONS = 2e9
 """Largest number of operations of a regression on many features."""
 _QUICK_SVD = 128
 """Number of columns above which an eigendecomposition is several times faster than an SVD."""
+_SMALL_SQUARE = 1e-8
+"""Relative size of an eigenvalue of x^T x below which its vector is not accurate."""
 
 
 @validated
@@ -298,14 +300,30 @@ def _span_of(x: np.ndarray, eps: float, alpha: float) -> tuple[np.ndarray, np.nd
             if diagonal.min() > width * eps * largest_norm * 8:
                 return basis, diagonal
     elif len(x) >= width > _QUICK_SVD:
-        squares, vectors = np.linalg.eigh(x.T @ x)
-        # The basis is orthonormal up to the rounding unit over this fraction.
-        if squares[0] > 1e-6 * squares[-1]:
-            sizes = np.sqrt(squares[::-1])
-            return x @ vectors[:, ::-1] / sizes, sizes
+        return _span_by_squares(x, eps)
     left_vectors, sizes, _ = np.linalg.svd(x, full_matrices=False)
     is_kept = sizes > width * eps * sizes[0]
     return left_vectors[:, is_kept], sizes[is_kept]
+
+
+def _span_by_squares(x: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `_span_of` does, of many columns: by eigenvectors of x^T x.
+
+    Directions with small eigenvalues, which rounding of x^T x may mix, get an SVD of their own.
+    """
+    squares, vectors = np.linalg.eigh(x.T @ x)
+    squares = squares[::-1]
+    vectors = vectors[:, ::-1]
+    is_large = squares > _SMALL_SQUARE * squares[0]
+    large_sizes = np.sqrt(squares[is_large])
+    # Orthonormal up to the rounding unit over `_SMALL_SQUARE`.
+    basis = x @ vectors[:, is_large] / large_sizes
+    remainder = x @ vectors[:, ~is_large]
+    remainder = remainder - basis @ (basis.T @ remainder)
+    left_vectors, sizes, _ = np.linalg.svd(remainder, full_matrices=False)
+    is_kept = sizes > x.shape[1] * eps * np.sqrt(max(squares[0], 0.0))
+    basis = np.concatenate([basis, left_vectors[:, is_kept]], 1)
+    return basis, np.append(large_sizes, sizes[is_kept])
 
 
 def _intercept(

@@ -321,7 +321,10 @@ class ReducedRank(Estimator):
         if problem.route == "qr" or solver == "dense":
             return problem.by_route(self._whitened)
         route = "qr" if problem.route == "auto" else problem.route
-        return problem.either(_from_moments, lambda task: self._whitened(task.via(route)))
+        # A factor of C_x + alpha I cuts no direction off, so that `alpha` counts.
+        return problem.either(
+            _from_moments, lambda task: self._whitened(task.via(route)), problem.alpha
+        )
 
     def _whitened(self, problem: FeatureRegression) -> Basis:
         size = problem.size

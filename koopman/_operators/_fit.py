@@ -91,7 +91,8 @@ def fit(
             squares the condition number: in float32 it loses directions of x below 1e-3 of the
             largest, and an `alpha` below 1e-7 of C_x's largest eigenvalue. "auto" is "covariance"
             in float64 with at least 64 features, twice as many pairs, and all eigenvalues of C_x
-            above 2e-10 tr(C_x) (for all members of a `vmap`); else "qr". Not for a kernel without
+            above 2e-10 tr(C_x) (for all members of a `vmap`; of C_x + alpha I for few directions by
+            `ReducedRank`); else "qr". Not for a kernel without
             centres.
 
     Returns:

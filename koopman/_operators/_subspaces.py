@@ -90,16 +90,19 @@ class FeatureRegression(eqx.Module):
         """Return C_x = x^T x."""
         return product(self.x.T, self.x) if self.square is None else self.square
 
-    @property
-    def moments_suffice(self) -> Array:
-        """True if all eigenvalues of C_x exceed 10^6 eps tr(C_x), for all members of a `vmap`."""
+    def moments_suffice(self, alpha: Array | float = 0.0) -> Array:
+        """True if all eigenvalues of C_x + alpha I exceed 10^6 eps tr(C_x).
+
+        For all members of a `vmap`.
+        """
         square = lax.stop_gradient(self.second_moment)
         sizes = jnp.diagonal(square)
         trace = jnp.sum(sizes)
         # A Cholesky factor exists if all eigenvalues are positive, and is cheaper than the
         # eigenvalues.
-        floor = 1e6 * rounding_unit(square) * trace - jnp.where(sizes == 0, trace, 0.0)
-        factor = jnp.linalg.cholesky(square - jnp.diag(floor))
+        floor = 1e6 * rounding_unit(square) * trace - lax.stop_gradient(alpha)
+        shift = floor - jnp.where(sizes == 0, trace, 0.0)
+        factor = jnp.linalg.cholesky(square - jnp.diag(shift))
         # Members of a `vmap` decide together, because a mapped condition would run both programs.
         return _all_members(jnp.isfinite(factor).all())
 
@@ -112,21 +115,22 @@ class FeatureRegression(eqx.Module):
         qr = jnp.asarray(self.x.shape[1] * eps, self.x.dtype)
         covariance = jnp.asarray((8 * eps) ** 0.5, self.x.dtype)
         if self.route == "auto":
-            return jnp.where(self.moments_suffice, covariance, qr)
+            return jnp.where(self.moments_suffice(), covariance, qr)
         return qr if self.route == "qr" else covariance
 
     def either(
         self,
         quick: Callable[["FeatureRegression"], Any],
         accurate: Callable[["FeatureRegression"], Any],
+        alpha: Array | float = 0.0,
     ) -> Any:
-        """Return `quick` of the problem if second moments suffice, else `accurate` of it.
+        """Return `quick` of the problem if moments suffice at `alpha`, else `accurate` of it.
 
         Only one of them is computed.
         """
         # Both the decision and the quick branch need C_x.
         problem = dataclasses.replace(self, square=self.second_moment)
-        return lax.cond(problem.moments_suffice, quick, accurate, problem)
+        return lax.cond(problem.moments_suffice(alpha), quick, accurate, problem)
 
     def by_route(self, function: Callable[["FeatureRegression"], Any]) -> Any:
         """Return a function of the problem with its route resolved."""
