@@ -145,24 +145,20 @@ class Similarities(Result):
         from dissociation.plotting import _matches as drawing  # matplotlib takes a second
         from dissociation.plotting._axes import house_style
 
-        optional = {}
-        values = self.values if self.estimate is None else self.estimate
-        fields = {"estimate": values, "low": self.low, "high": self.high, "chance": self.baseline}
-        if self.estimate is not None:
-            fields["values"] = self.values
-        for name, table in fields.items():
-            optional[name] = None
+        arrays = {}
+        for name in drawing.NAMES:
+            table = getattr(self, name)
             if table is not None:
-                optional[name] = np.atleast_2d(np.array(table, float))
-        if self.items == self.others:
-            np.fill_diagonal(optional["estimate"], np.nan)
+                arrays[name] = np.atleast_2d(np.array(table, float))
+                if self.items == self.others:
+                    np.fill_diagonal(arrays[name], np.nan)
         listed = MEASURES.get(self.measure)
         tables = drawing.Tables(
-            rows=_titles(self.items),
-            columns=_titles(self.others),
-            measure=self.measure,
+            arrays,
+            _titles(self.items),
+            _titles(self.others),
+            self.measure,
             larger_is_closer=listed is None or listed.larger_is_closer,
-            **optional,
         )
         with house_style():
             return drawing.draw_matches(tables)
@@ -384,8 +380,6 @@ def pairwise(
         others,
         baseline=baseline,
         p_values=p_values,
-        num_orders=num_orders,
-        key=key,
         num_blocks=num_blocks,
         blocks=blocks,
         groups=groups,
@@ -395,7 +389,12 @@ def pairwise(
         members=members,
         options=options,
     )
-    step_tables = comparison.tables(comparison.steps(), memory_budget, progress)
+    comparison = comparison.with_orders(num_orders, key)
+    steps = comparison.steps()
+    step_tables: dict[str, list[np.ndarray]] = {task: [] for task, _ in steps}
+    tables_of_steps = comparison.tables(steps, budget=memory_budget, progress=progress)
+    for (task, _), table in zip(steps, tables_of_steps, strict=True):
+        step_tables[task].append(table)
     return concluded(comparison, step_tables, outputs, memory_budget)
 
 
@@ -406,12 +405,12 @@ class Comparison(NamedTuple):
     form: Form
     first: Items
     second: Items
-    number: int  # rows
+    samples: _Samples
     subsets: list[np.ndarray]  # rows without each block, [choices, remaining]
-    null: _Null
     tests: bool
     baseline: bool
     level: float
+    null: _Null = _Null(np.zeros(()))
 
     @property
     def sets(self) -> list[Items]:
@@ -420,6 +419,19 @@ class Comparison(NamedTuple):
             return [self.first]
         return [self.first, self.second]
 
+    def with_orders(self, num_orders: int | None, key: Any) -> "Comparison":
+        """Return the comparison with the orders of samples that it needs."""
+        null = _null(
+            self.form,
+            self.sets,
+            self.samples,
+            num_orders,
+            key,
+            tests=self.tests,
+            baseline=self.baseline,
+        )
+        return self._replace(null=null)
+
     def steps(self) -> list[Step]:
         """Return all samples, the orders, and the samples without each block, as `tables` does."""
         steps: list[Step] = [("all", None)]
@@ -427,22 +439,9 @@ class Comparison(NamedTuple):
             steps.append(("orders", self.null.orders))
         return [*steps, *(("blocks", rows) for rows in self.subsets)]
 
-    def tables(
-        self,
-        steps: Sequence[Step],
-        budget: int | None = None,
-        progress: str | MeterFactory | None = None,
-    ) -> list[np.ndarray]:
+    def tables(self, steps: Sequence[Step], **options: Any) -> list[np.ndarray]:
         """Return the tables of steps, see `tables`."""
-        return tables(
-            self.measure,
-            self.form,
-            self.first,
-            self.second,
-            steps,
-            budget=budget,
-            progress=progress,
-        )
+        return tables(self.measure, self.form, self.first, self.second, steps, **options)
 
 
 def planned(
@@ -450,10 +449,9 @@ def planned(
     measure: Any,
     others: Any,
     *,
+    names: tuple[str, str] = ("x", "y"),
     baseline: bool,
     p_values: bool | None,
-    num_orders: int | None,
-    key: Any,
     num_blocks: int | str | None,
     blocks: str,
     groups: Any,
@@ -463,17 +461,17 @@ def planned(
     members: bool | None,
     options: Mapping[str, Any],
 ) -> Comparison:
-    """Return the comparison of `pairwise` after checks of its arguments."""
+    """Return the comparison of `pairwise` after checks of its arguments, without orders."""
     check_level(level)
     measure = as_measure(measure)
     form = measure.with_options(**options)
     read = partial(as_items, members=members, positions=positions, channels=channels)
     is_within = others is None
-    first = read("representations" if is_within else "x", representations)
+    first = read("representations" if is_within else names[0], representations)
     second = first
     sets = [first]
     if not is_within:
-        second = read("y", others)
+        second = read(names[1], others)
         sets = [first, second]
     number = check_sets(sets, measure)
     num_positions = max(items.num_positions for items in sets)
@@ -491,33 +489,34 @@ def planned(
     _warn_dropped(form, sets)
 
     tests = is_pair if p_values is None else p_values
-    null = _null(form, sets, samples, num_orders, key, tests=tests, baseline=baseline)
-    return Comparison(measure, form, first, second, number, subsets, null, tests, baseline, level)
+    return Comparison(measure, form, first, second, samples, subsets, tests, baseline, level)
 
 
 def concluded(
     comparison: Comparison,
-    step_tables: Sequence[np.ndarray],
+    step_tables: Mapping[str, list[np.ndarray]],
     outputs: str | None = None,
     memory_budget: int | None = None,
 ) -> Similarities:
-    """Return the result of a comparison from the tables of its steps."""
+    """Return the result of a comparison from the tables of its steps by task."""
     measure = comparison.measure
     null = comparison.null
     first = comparison.first
     second = comparison.second
     sets = comparison.sets
-    (values, *expected), *by_step = step_tables
+    values, *expected = step_tables["all"][0]
+    number = comparison.samples.number
     draws = None
     if null.orders is not None:
-        draws = by_step.pop(0)
+        draws = np.concatenate(step_tables["orders"])
         if null.too_few:
             draws = np.full_like(draws, np.nan)
 
     fields: dict[str, Any] = dict.fromkeys(("estimate", "standard_error", "low", "high"))
     if comparison.subsets:
+        leave_outs = np.concatenate(step_tables["blocks"])
         fields = _intervals(
-            measure, values, by_step, comparison.subsets, comparison.number, comparison.level
+            measure, values, leave_outs, comparison.subsets, number, comparison.level
         )
     fields["values"] = values
     fields["baseline"] = None
@@ -549,7 +548,7 @@ def concluded(
         items=tuple(first.labels),
         others=tuple(second.labels),
         measure=measure.name,
-        num_samples=comparison.number,
+        num_samples=number,
         counts_once=counts_once,
     )
 
@@ -557,14 +556,13 @@ def concluded(
 def _intervals(
     measure: Measure,
     values: np.ndarray,
-    leave_outs: Sequence[np.ndarray],
+    leave_outs: np.ndarray,
     subsets: Sequence[np.ndarray],
     number: int,
     level: float,
 ) -> dict[str, Any]:
     """Return the fields of jackknife intervals by name, with a warning of large biases."""
-    joined = np.concatenate(leave_outs)
-    quantile = inference.students_quantile(level, len(joined))
+    quantile = inference.students_quantile(level, len(leave_outs))
     fractions = []
     for rows in subsets:
         fraction = 1 - rows.shape[1] / number
@@ -573,7 +571,7 @@ def _intervals(
     unbias = measure.population
     with np.errstate(all="ignore"):
         interval = inference.interval(
-            values, joined, quantile, measure.range, unbias, np, fractions
+            values, leave_outs, quantile, measure.range, unbias, np, fractions
         )
     if unbias:
         _warn_biased(measure, values, interval)

@@ -1,7 +1,6 @@
 """The figure of two files: alignment, positions, best matches, batches, wrong inputs, and what it writes."""
 
 import json
-from functools import partial
 
 import jax
 import numpy as np
@@ -104,7 +103,7 @@ def test_ids_of_other_types_are_the_same(tmp_path, ids, other_ids):
     a = files.read_network("a", written(tmp_path, "a", x=COLUMN, ids=ids), None, None, "")
     path = written(tmp_path, "b", x=COLUMN, ids=other_ids[order])
     b = files.read_network("b", path, None, None, "")
-    assert files.align(a, b, None) == ["60 samples have the same `ids`."]
+    assert files.align([a, b], None) == ["60 samples have the same `ids`."]
     np.testing.assert_array_equal(b.rows, np.argsort(order))
 
 
@@ -137,17 +136,6 @@ def test_a_copy_with_permuted_neurons_has_cka_1_and_a_distance_takes_the_smalles
     assert np.nanmin(found.corrected) == 1 / 20
     similar = computed(tmp_path, b=permuted)
     np.testing.assert_allclose(similar.estimate.values[range(4), [3, 2, 1, 0]], 1, atol=1e-5)
-
-
-def test_masks_that_are_not_used_are_told(tmp_path):
-    networks = []
-    for name, arrays in (("a", {"mask": MASK}), ("b", {})):
-        path = written(tmp_path, name, x=IMAGES, **arrays)
-        networks.append(partial(files.read_network, name, path, channels="first", command=""))
-    sentences = files.align(*(read(positions="mean") for read in networks), None)
-    assert sentences[-1].endswith("a.npz has a `mask` that leaves positions out.")
-    sentences = files.align(*(read(positions="neurons") for read in networks), None)
-    assert sentences[-1].endswith("a.npz is not used.")
 
 
 IMAGES = np.random.default_rng(6).normal(size=(NUM_SAMPLES, 3, 2, 2)).astype(np.float32)
@@ -222,7 +210,7 @@ def test_batches_give_what_memory_gives(tmp_path, monkeypatch, measure, suffix):
         a, b = (str(tmp_path / f"{name}{suffix}") for name in "ab")
     config = compare.Config(a, b, measure, num_blocks=7)
     whole = compare.compute(config, key=KEY)
-    monkeypatch.setattr("dissociation.figures._compare_measures._num_rows", lambda *_: 13)
+    monkeypatch.setattr("dissociation.figures._compare_measures.BATCH_NUMBERS", 13 * 16)
     small = compare.Config(a, b, measure, num_blocks=7, memory_budget=1000)
     batches = compare.compute(small, key=KEY)
     for name in ("values", "estimate", "low", "high", "baseline"):
@@ -290,7 +278,7 @@ WRONG = {
         lambda folder: [written(folder, "a", ids=IDS, **A), written(folder, "b", ids=IDS + 100, **B)],
     ),
     "axes": (2, "--positions mean --channels first", with_layer(x=IMAGES)),
-    "scalar": (2, "single number", with_layer(x=np.float32(1))),
+    "scalar": (2, "shape ()", with_layer(x=np.float32(1))),
     "mask": (
         2,
         "`mask` of 4 positions",
@@ -349,11 +337,11 @@ def test_a_run_that_stopped_computes_only_what_is_missing(tmp_path, monkeypatch)
     tables = Comparison.tables
     computed_steps = []
 
-    def counted(comparison, steps):
+    def counted(comparison, steps, **options):
         computed_steps.append(steps[0][0])
         if len(computed_steps) == 3:
             raise KeyboardInterrupt
-        return tables(comparison, steps)
+        return tables(comparison, steps, **options)
 
     monkeypatch.setattr(Comparison, "tables", counted)
     paths = written(tmp_path, "a", **A), written(tmp_path, "b", **B)
@@ -361,7 +349,9 @@ def test_a_run_that_stopped_computes_only_what_is_missing(tmp_path, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         compare.compute(config, key=KEY, cache=tmp_path / "parts")
     results = compare.compute(config, key=KEY, cache=tmp_path / "parts")
-    assert computed_steps == ["all", "orders", "orders", "orders", "orders", "blocks"]
+    # All samples are computed twice for the estimate of the time.
+    steps = ["all", "all", "orders", "all", "orders", "orders", "orders", "blocks"]
+    assert computed_steps == steps
     assert results.equals(compare.compute(config, key=KEY))
     monkeypatch.undo()
     whole = compare_arrays(A, B, "mutual_knn", p_values=True, num_orders=60, key=KEY)
