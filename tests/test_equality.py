@@ -33,7 +33,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "integers":
         "_core/conversion.py:as_one_hot figures/_collapse_measures.py:spread_observations "
         "figures/_eigenvector_measures.py:intervals similarity/_inference.py:orders_of "
-        "similarity/_leave_outs.py:_rows_of "
+        "similarity/_leave_outs.py:_without_blocks "
         "similarity/_orders.py:all_orders "
         "measures/_probes.py:_check_groups measures/_probes.py:_shuffled "
         "models/_program.py:layers_of_arrays "
