@@ -56,15 +56,13 @@ def is_mark(equation: Any, reader: str) -> bool:
     return equation.primitive is _mark() and equation.params["reader"] == reader
 
 
-def holds_marks(jaxpr: Any, reader: str) -> bool:
-    """Return True if a program, or a program that it calls, marks values for `reader`."""
-    for equation in jaxpr.eqns:
-        if is_mark(equation, reader):
-            return True
-        inner = inner_program(equation.params)
-        if inner is not None and holds_marks(inner.jaxpr, reader):
-            return True
-    return False
+def calls_marks(equation: Any, reader: str) -> bool:
+    """Return True if an operation calls a program that marks values for `reader`."""
+    inner = inner_program(equation.params)
+    if inner is None:
+        return False
+    inner_equations = inner.jaxpr.eqns
+    return any(is_mark(item, reader) or calls_marks(item, reader) for item in inner_equations)
 
 
 def _is_module(node: Any) -> bool:

@@ -7,8 +7,8 @@ import jax
 from jaxtyping import Array
 
 from dissociation._core._compat import parameters
-from dissociation.models._module_values import holds_marks, is_mark
-from dissociation.models._program import MOVES, Walk, bound, inner_program, numbered, run_loop
+from dissociation.models._module_values import calls_marks, is_mark
+from dissociation.models._program import MOVES, Walk, bound, numbered, run_loop
 
 READER = "recorder"
 """Reader of the marks that `Recorder` takes, see `with_marks`."""
@@ -98,10 +98,8 @@ class Recorder(Walk):
 
     def _holds_layers(self, equation: Any, marks: list[Any]) -> bool:
         """Return True if a program that an operation calls may hold layers."""
-        if any(mark is not None and mark.kind == "weights" for mark in marks):
-            return True
-        inner = inner_program(equation.params)
-        return inner is not None and holds_marks(inner.jaxpr, READER)
+        has_weights = any(mark is not None and mark.kind == "weights" for mark in marks)
+        return has_weights or calls_marks(equation, READER)
 
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
         """Return an operation's results and their mark, or a list of marks."""

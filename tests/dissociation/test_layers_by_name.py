@@ -225,6 +225,12 @@ def test_names_select_layers_and_unknown_ones_raise_with_the_nearest():
     with pytest.raises(ValueError, match=f"`at` must name layers, of which {nearest}") as error:
         representations(model, x, ["logits", "layer[1]()"])
     assert str(error.value).count("', '") == 4
+    with pytest.raises(TypeError, match=r"`at` must take 2 arguments \(name, shape\)"):
+        representations(model, x, lambda name: True)
+    with pytest.raises(KeyError, match="must be one of 'layers.0...', .*, got 'layer'"):
+        layer_shapes(model, x[0])["layer"]
+    with pytest.raises(TypeError, match=r"shape {'id': \(6,\)} .*, got an error: 'ids'"):
+        representations(Encoder(jax.random.key(0)), {"id": TOKENS})
     with pytest.raises(ValueError, match="`at` must hold at least one pattern, got none"):
         representations(model, x, [])
     with pytest.raises(ValueError, match="`at` must be True for at least one layer, got none"):
@@ -302,8 +308,15 @@ def test_names_stay_in_a_model_with_interventions():
     value = representations(patched, x, "layers[2]()")["layers[2]()"]
     np.testing.assert_array_equal(value, jax.vmap(patched)(x))
     stateful = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="batch", mode="ema")
-    with pytest.raises(TypeError, match="get one example: it holds the state, got 2 arguments"):
+    with pytest.raises(TypeError, match="get one example, got 2 arguments"):
         intervene(stateful, {})(x[0], stateful[1])
+
+
+def test_dropout_is_left_out_of_both():
+    model = eqx.nn.Sequential([LINEAR(4, 3), eqx.nn.Dropout(0.5)])
+    layers = representations(model, np.ones((2, 4), np.float32))
+    patched = intervene(model, {"layers[0]()": lambda value: 2 * value})
+    np.testing.assert_allclose(patched(np.ones(4, np.float32)), 2 * layers["logits"][0], rtol=1e-6)
 
 
 def test_wrong_interventions_are_refused():
@@ -312,6 +325,8 @@ def test_wrong_interventions_are_refused():
         intervene(model, {"layer[1]()": jnp.tanh})
     with pytest.raises(TypeError, match=r"`functions\['layers\[1\]\(\)'\]` must be a function"):
         intervene(model, {"layers[1]()": 3})
+    with pytest.raises(TypeError, match=r"must take 1 arguments \(value\), got \(\)"):
+        intervene(model, {"layers[1]()": lambda: None})
     with pytest.raises(TypeError, match="must return an array, got None"):
         intervene(model, {"layers[1]()": lambda value: None})(x)
     for name, function, message in (
