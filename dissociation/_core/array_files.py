@@ -161,10 +161,10 @@ def open_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
             order.
 
     Raises:
-        RefusedFile: If the file is broken, is a pickle, or its headers do not fit its size.
+        RefusedFile: If the file is broken, is a pickle, or its headers do not fit its size; or if
+            safetensors is not installed.
         ValueError: If the path ends otherwise.
         OSError: If a file does not exist or cannot be read.
-        ImportError: If safetensors is not installed.
     """
     source = Path(path)
     check_regular(source)
@@ -298,10 +298,7 @@ def _safetensors_arrays(path: Path) -> dict[str, StoredArray]:
     try:
         from safetensors import safe_open
     except ImportError as error:
-        raise ImportError(
-            "safetensors must be installed for .safetensors files: "
-            "pip install 'dissociation[files]'."
-        ) from error
+        raise RefusedFile(f"{path} needs `pip install 'dissociation[files]'`.") from error
     with open(path, "rb") as file:
         header_length = int.from_bytes(file.read(8), "little")
         if header_length > _LARGEST_DIRECTORY:

@@ -103,7 +103,7 @@ class _Intervention(Walk):
         # JAX may trace the inner program more than once.
         names = list(self.names)
 
-        def run(operands: Sequence[Any], *iteration: Array) -> list[Any]:
+        def run(operands, *iteration):
             walk = _Intervention(self.functions, self.iteration + iteration)
             walk.names += names
             results = walk.values_of(inner_program(params), operands)

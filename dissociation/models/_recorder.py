@@ -175,7 +175,7 @@ class Recorder(Walk):
         result_marks: list[Any] = []
         records: list[Record] = []
 
-        def walk(operands: Sequence[Any]) -> list[Any]:
+        def walk(operands):
             walker = Recorder(self.layers)
             # What a walk records must not change the next.
             fresh = [mark and mark._replace(recorded=list(mark.recorded)) for mark in loop_marks]
@@ -184,7 +184,7 @@ class Recorder(Walk):
             result_marks[:] = [mark for _, mark in pairs]
             return [value for value, _ in pairs]
 
-        def body(operands: list[Any], iteration: Array) -> tuple[list[Any], list[Array]]:
+        def body(operands, iteration):
             results = walk(operands)
             return results, [record.value for record in records]
 

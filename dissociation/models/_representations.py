@@ -179,7 +179,7 @@ def layers_of(model: Any, x: Any, call: Call | None = None, at: At = None) -> La
         model, _ = with_marks(model, READER)
     outputs = Layers({})
 
-    def apply(model: Any, example: Any) -> Any:
+    def apply(model, example):
         nonlocal outputs
         outputs = _named_outputs(function(model, example), has_names=has_names)
         return outputs
@@ -244,7 +244,7 @@ def _named_outputs(outputs: Any, *, has_names: bool = False) -> Layers:
         return outputs if isinstance(outputs, Layers) else Layers(outputs)
 
     # The state of a model is no output.
-    def is_state(node: Any) -> bool:
+    def is_state(node):
         return isinstance(node, eqx.nn.State)
 
     pairs, _ = jax.tree_util.tree_flatten_with_path(outputs, is_leaf=is_state)

@@ -1,7 +1,6 @@
 """Linear CKA without each block of samples, from one matrix over samples per representation."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -65,14 +64,14 @@ def _without_blocks(
     centred_stacks = [lax.map(lambda features: centred(features)[0], stack) for stack in stacks]
     number = outside.shape[1]
 
-    def rows_of(x: Array, rows: Array) -> Array:
+    def rows_of(x, rows):
         """Return rows of the matrix over samples; zero for rows beyond the last one."""
         matrix = product(x.at[rows].get(mode="fill", fill_value=0), x.T)
         if is_debiased:
             matrix = jnp.where(rows[:, None] == jnp.arange(number)[None], 0.0, matrix)
         return matrix
 
-    def add(sums: Any, chunk: Any) -> Any:
+    def add(sums, chunk):
         """Add the rows of a block to <A_S, B_S>, <r, t> and sum r."""
         inner, crossed, totals = sums
         rows, block = chunk

@@ -248,54 +248,6 @@ class _Samples(NamedTuple):
         return None
 
 
-class _Null(NamedTuple):
-    """Orders of samples for tests and for values by chance."""
-
-    log_numbers: np.ndarray  # logarithms of numbers of orders that differ, of each pair; or 0
-    orders: np.ndarray | None = None  # [orders, n]
-    are_all: bool = False  # True if the orders are all that differ
-    too_few: bool = False  # True if too few orders exchange groups
-    has_baseline: bool = False  # True if the orders give values by chance
-    has_all_tests: bool = False  # True if the orders give the p-values of all pairs
-
-
-def _null(
-    form: Form,
-    sets: Sequence[Items],
-    samples: _Samples,
-    num_orders: int | None,
-    key: Any,
-    *,
-    tests: bool,
-    baseline: bool,
-) -> _Null:
-    """Return the orders of samples that tests and values by chance need."""
-    # Moments hold for exchangeable samples.
-    by_moments = form.gram is not None and samples.are_exchangeable
-    units = units_of(samples.number, samples.repeats, samples.num_positions, samples.groups)
-    log_numbers = np.zeros(())
-    if tests and by_moments and inference.FEWEST <= samples.number <= inference.MOST:
-        log_numbers = inference.log_orders(sets, units)
-    is_few = log_numbers < np.log(inference.FEWEST_ORDERS)
-    has_all_tests = tests and bool(is_few.all())
-    tests = tests and bool(is_few.any())
-    has_baseline = baseline and (form.expected is None or not samples.are_exchangeable)
-    if not tests and not has_baseline:
-        return _Null(log_numbers)
-
-    # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
-    count = 5 if samples.are_exchangeable else 20
-    if tests:
-        count = 199
-    if num_orders is not None:
-        count = check_count("num_orders", num_orders, minimum=1)
-    if key is None:
-        key = jax.random.key(0)
-    too_few = samples.groups is not None and inference.warn_few_exchanges(units)
-    orders, are_all = inference.orders_of(sets, key, count, units, blocks=samples.blocks)
-    return _Null(log_numbers, orders, are_all, too_few, has_baseline, has_all_tests)
-
-
 @validated
 def pairwise(
     representations: Representations,
@@ -410,7 +362,13 @@ class Comparison(NamedTuple):
     tests: bool
     baseline: bool
     level: float
-    null: _Null = _Null(np.zeros(()))
+    # Logarithms of numbers of orders that differ, of each pair; or 0.
+    log_numbers: np.ndarray = np.zeros(())
+    orders: np.ndarray | None = None  # for tests and for values by chance, [orders, n]
+    are_all: bool = False  # True if the orders are all that differ
+    too_few: bool = False  # True if too few orders exchange groups
+    has_baseline: bool = False  # True if the orders give values by chance
+    has_all_tests: bool = False  # True if the orders give the p-values of all pairs
 
     @property
     def sets(self) -> list[Items]:
@@ -420,23 +378,42 @@ class Comparison(NamedTuple):
         return [self.first, self.second]
 
     def with_orders(self, num_orders: int | None, key: Any) -> "Comparison":
-        """Return the comparison with the orders of samples that it needs."""
-        null = _null(
-            self.form,
-            self.sets,
-            self.samples,
-            num_orders,
-            key,
-            tests=self.tests,
-            baseline=self.baseline,
+        """Return the comparison with the orders of samples that tests and values by chance need."""
+        samples = self.samples
+        is_exchangeable = samples.are_exchangeable
+        units = units_of(samples.number, samples.repeats, samples.num_positions, samples.groups)
+        log_numbers = np.zeros(())
+        # Moments hold for exchangeable samples.
+        has_moments = self.form.gram is not None and is_exchangeable
+        if self.tests and has_moments and inference.FEWEST <= samples.number <= inference.MOST:
+            log_numbers = inference.log_orders(self.sets, units)
+        is_few = log_numbers < np.log(inference.FEWEST_ORDERS)
+        tests = self.tests and bool(is_few.any())
+        comparison = self._replace(
+            log_numbers=log_numbers,
+            has_all_tests=self.tests and bool(is_few.all()),
+            has_baseline=self.baseline and (self.form.expected is None or not is_exchangeable),
         )
-        return self._replace(null=null)
+        if not tests and not comparison.has_baseline:
+            return comparison
+
+        # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
+        count = 5 if is_exchangeable else 20
+        if tests:
+            count = 199
+        if num_orders is not None:
+            count = check_count("num_orders", num_orders, minimum=1)
+        if key is None:
+            key = jax.random.key(0)
+        too_few = samples.groups is not None and inference.warn_few_exchanges(units)
+        orders, are_all = inference.orders_of(self.sets, key, count, units, blocks=samples.blocks)
+        return comparison._replace(orders=orders, are_all=are_all, too_few=too_few)
 
     def steps(self) -> list[Step]:
         """Return all samples, the orders, and the samples without each block, as `tables` does."""
         steps: list[Step] = [("all", None)]
-        if self.null.orders is not None:
-            steps.append(("orders", self.null.orders))
+        if self.orders is not None:
+            steps.append(("orders", self.orders))
         return [*steps, *(("blocks", rows) for rows in self.subsets)]
 
     def tables(self, steps: Sequence[Step], **options: Any) -> list[np.ndarray]:
@@ -500,16 +477,15 @@ def concluded(
 ) -> Similarities:
     """Return the result of a comparison from the tables of its steps by task."""
     measure = comparison.measure
-    null = comparison.null
     first = comparison.first
     second = comparison.second
     sets = comparison.sets
     values, *expected = step_tables["all"][0]
     number = comparison.samples.number
     draws = None
-    if null.orders is not None:
+    if comparison.orders is not None:
         draws = np.concatenate(step_tables["orders"])
-        if null.too_few:
+        if comparison.too_few:
             draws = np.full_like(draws, np.nan)
 
     fields: dict[str, Any] = dict.fromkeys(("estimate", "standard_error", "low", "high"))
@@ -521,13 +497,13 @@ def concluded(
     fields["values"] = values
     fields["baseline"] = None
     if comparison.baseline:
-        fields["baseline"] = _by_chance(values, expected, draws, null)
+        fields["baseline"] = _by_chance(values, expected, draws, comparison)
     counts_once = len(sets) == 1 and measure.symmetric
     p_value = None
     family_p_value = None
     if comparison.tests:
-        p_value = _p_values(measure, comparison.form, sets, values, draws, null.log_numbers)
-        if null.has_all_tests and draws is not None:
+        p_value = _p_values(measure, comparison.form, sets, values, draws, comparison.log_numbers)
+        if comparison.has_all_tests and draws is not None:
             is_tested = np.isfinite(p_value)
             if counts_once:
                 is_tested = np.triu(is_tested)
@@ -580,11 +556,11 @@ def _intervals(
     return fields
 
 
-def _by_chance(values: np.ndarray, expected: Any, draws: Any, null: _Null) -> np.ndarray:
+def _by_chance(values: np.ndarray, expected: Any, draws: Any, comparison: Comparison) -> np.ndarray:
     """Return the means over orders of samples, from draws or exactly."""
-    if not null.has_baseline:
+    if not comparison.has_baseline:
         return np.where(np.isnan(values), np.nan, expected[0])
-    if null.are_all:
+    if comparison.are_all:
         draws = [*draws, values]
     return np.mean(draws, 0)
 

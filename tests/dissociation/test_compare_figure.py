@@ -242,7 +242,7 @@ WRONG = {
     "axes": (2, "--positions mean --channels first", with_files(b={"x": IMAGES})),
     "mask": (2, "`mask` of 4 positions", with_files(A, {"x": IMAGES, "mask": MASK[:, :3]}, *MEAN)),
     "signed mask": (2, "zeros and ones, got -1", with_files(A, {"x": IMAGES, "mask": MASK * 2 - 1}, *MEAN)),
-    "tiny": (2, "b.npz['x']` must have an entry of at least", with_files(b={"x": 1e-300 * COLUMN})),
+    "tiny": (2, "b.npz['x']` must have an entry of at least", with_files(b={"x": 1e-300 * COLUMN.astype(float)})),
     "wide": (2, "bytes of sums of products of the widest layer", with_files(A, {"x": WIDE}, *BUDGET)),
     "narrow": (2, "fewer features than samples", with_files(A, {"x": WIDE[:, :59]}, "--measure", "cca")),
     "budget": (2, "--max-samples", with_files(A, B, "--measure", "rsa", *BUDGET)),
