@@ -209,8 +209,7 @@ def _as_dtype(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
     """Return an array in a data type, or raise if finite numbers become infinite."""
     with np.errstate(over="ignore"):
         converted = array.astype(dtype, copy=False)
-    is_narrower = converted.dtype != array.dtype and jnp.issubdtype(dtype, jnp.inexact)
-    if is_narrower and (np.isinf(converted) & np.isfinite(array)).any():
+    if (np.isinf(converted) & np.isfinite(array)).any():
         largest = np.abs(array[np.isfinite(array)]).max()
         fail("path", f"hold numbers that fit {dtype} as {name}", f"{largest:.3g}")
     return converted

@@ -57,18 +57,18 @@ class Network:
         return int(np.prod(layer.shape[1:])) // int(np.prod(self.grid(layer)))
 
     def batches(
-        self, layer: StoredArray, num_rows: int, *, flat: bool = False
+        self, layer: StoredArray, num_rows: int | None = None, *, flat: bool = False
     ) -> Iterator[np.ndarray]:
         """Yield the features of the compared samples, `num_rows` samples at a time.
 
-        They are [n, p], or [n, positions, p] for positions as samples; with `flat` or a mask, these
-        are [rows, p].
+        By default these are those of a block of the file. Features are [n, p], or [n, positions, p]
+        for positions as samples; with `flat` or a mask, these are [rows, p].
 
         Raises:
             WrongValue: If numbers are not finite.
         """
         start = 0
-        for block in _selected(layer, self.rows, num_rows):
+        for block in _selected(layer, self.rows, num_rows or _rows_per_block(layer)):
             rows = self.rows[start : start + len(block)]
             mask = None if self.mask is None else self.mask[start : start + len(block)]
             features = self._arranged(layer, block, mask)
@@ -102,7 +102,7 @@ class Network:
         return block[np.arange(len(block)), np.argmax(mask, 1)]
 
 
-def rows_per_block(layer: StoredArray) -> int:
+def _rows_per_block(layer: StoredArray) -> int:
     """Return the number of rows of a layer in a block."""
     return max(1, BLOCK_BYTES * layer.shape[0] // layer.nbytes)
 
@@ -116,7 +116,7 @@ def _selected(layer: StoredArray, rows: np.ndarray, num_rows: int) -> Iterator[n
     # Rows in the order of the file are read in one pass.
     first = 0
     waiting = None
-    for block in layer.batches(rows_per_block(layer)):
+    for block in layer.batches(_rows_per_block(layer)):
         end = first + len(block)
         chosen = block[np.isin(np.arange(first, end), rows)]
         waiting = chosen if waiting is None else np.concatenate([waiting, chosen])
@@ -190,11 +190,9 @@ def _read_ids(name: str, stored: StoredArray) -> list[Any]:
     if stored.dtype.kind == "S":
         array = np.char.decode(array, "utf-8")
     ids = array.tolist()
-    repeated = set()
-    for label in ids:
-        if label in repeated:
-            fail(name, "hold distinct `ids`", f"{label} twice")
-        repeated.add(label)
+    num_repeated = len(ids) - len(set(ids))
+    if num_repeated:
+        fail(name, "hold distinct `ids`", f"{num_repeated} repeated ones")
     return ids
 
 
@@ -323,15 +321,11 @@ def groups_of(network: Network) -> np.ndarray | None:
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def num_rows_of(network: Network) -> int:
-    """Return the number of rows of features, with positions that are samples."""
-    groups = groups_of(network)
-    if groups is not None:
-        return len(groups)
-    num_positions = 1
-    if network.positions == "samples":
-        num_positions = int(np.prod(network.grid(next(iter(network.layers.values())))))
-    return num_positions * len(network.rows)
+def num_positions_of(network: Network) -> int:
+    """Return the number of positions that are samples."""
+    if network.positions != "samples":
+        return 1
+    return int(np.prod(network.grid(next(iter(network.layers.values())))))
 
 
 def feature_bytes(network: Network) -> int:
@@ -339,14 +333,14 @@ def feature_bytes(network: Network) -> int:
     row_bytes = 0
     for layer in network.layers.values():
         row_bytes += network.width(layer) * np.result_type(layer.dtype, np.float32).itemsize
-    return num_rows_of(network) * row_bytes
+    return len(network.rows) * num_positions_of(network) * row_bytes
 
 
 def read_layers(network: Network) -> dict[str, np.ndarray]:
     """Return all layers, in memory."""
     features = {}
     for name, layer in network.layers.items():
-        features[name] = np.concatenate(list(network.batches(layer, rows_per_block(layer))))
+        features[name] = np.concatenate(list(network.batches(layer)))
     return features
 
 
@@ -356,6 +350,6 @@ def digest_of(networks: Sequence[Network]) -> np.ndarray:
     for network in networks:
         for name, layer in network.layers.items():
             digest.update(f"{network.name} {name} {layer.shape}".encode())
-            for block in network.batches(layer, rows_per_block(layer)):
+            for block in network.batches(layer):
                 digest.update(np.ascontiguousarray(block).data)
     return np.frombuffer(digest.digest(), np.uint8)

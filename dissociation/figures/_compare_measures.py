@@ -208,7 +208,6 @@ def _products(
     num_rows = max(1, BATCH_NUMBERS // width)
     streams = [network.batches(layer, num_rows, flat=True) for network, layer in layers]
     batches = ((blocks[0], blocks[-1]) for blocks in zip(*streams, strict=True))
-    num_positions = files.num_rows_of(layers[0][0]) // len(block_of_sample)
-    blocks = np.repeat(block_of_sample, num_positions)
+    blocks = np.repeat(block_of_sample, files.num_positions_of(layers[0][0]))
     sums = block_sums.stream_block_sums(batches, blocks)
     return {"0": block_sums.products(sums, is_debiased=config.measure == "debiased_cka")}

@@ -80,17 +80,17 @@ class Config(Settings):
     """Bytes of memory; default half of what is free. Larger layers are read in batches."""
 
     def __post_init__(self):
-        limits: dict[str, Any] = {"measure": tuple(MEASURES), "num_blocks": 2, "num_orders": 1}
-        optional = {
+        limits = {
+            "measure": tuple(MEASURES),
+            "num_blocks": 2,
+            "num_orders": 1,
             "positions": files.POSITIONS,
             "channels": files.CHANNELS,
             "max_samples": 2,
             "memory_budget": (1, None),
         }
-        for name, limit in optional.items():
-            if getattr(self, name) is not None:
-                limits[name] = limit
-        self.check(**limits)
+        stated = {name: limit for name, limit in limits.items() if getattr(self, name) is not None}
+        self.check(**stated)
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
@@ -171,8 +171,7 @@ def _read_logits(networks: Sequence[files.Network]) -> tuple[np.ndarray, ...]:
         stored = network.logits
         if stored is not None and len(stored.shape) == 2 and stored.shape[1] > 1:
             shapes.add(stored.shape[1])
-            blocks = network.batches(stored, files.rows_per_block(stored))
-            logits.append(np.concatenate(list(blocks)))
+            logits.append(np.concatenate(list(network.batches(stored))))
     return tuple(logits) if len(logits) == 2 and len(shapes) == 1 else ()
 
 

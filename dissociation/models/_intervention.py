@@ -40,24 +40,16 @@ class Intervened(Wrapper):
     functions: dict[str, Callable[..., Any]]
     call: Call | None = eqx.field(static=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs of the model for the same arguments, with replaced values."""
+    def __call__(self, x: Any) -> Any:
+        """Return the outputs of the model for one example, with replaced values."""
         model, _ = with_marks(self.model, READER)
-        traced, shapes, static = eqx.filter_make_jaxpr(self._apply)(model, args, kwargs)
-        values = jax.tree.leaves(eqx.filter((model, args, kwargs), eqx.is_array))
+        traced, shapes, static = eqx.filter_make_jaxpr(self.call or called)(model, x)
         walk = _Intervention(self.functions)
-        results = walk.values_of(traced, values)
+        results = walk.values_of(traced, jax.tree.leaves(eqx.filter((model, x), eqx.is_array)))
         for name in self.functions:
             if name not in walk.names:
                 fail_unknown("functions", name, walk.names)
         return eqx.combine(jax.tree.unflatten(jax.tree.structure(shapes), results), static)
-
-    def _apply(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) == 1 and not kwargs:
-            return (self.call or called)(model, args[0])
-        if self.call is not None or isinstance(model, tuple):
-            fail_kind("model", "get one example", f"{len(args) + len(kwargs)} arguments")
-        return model(*args, **kwargs)
 
 
 class _Intervention(Walk):
@@ -145,8 +137,7 @@ def intervene(model: Any, functions: Mapping[str, Any], *, call: Call | None = N
     `cond` have no names and cannot be replaced.
 
     Args:
-        model: An Equinox model, or a pair (model, state). With one example, it is evaluated in
-            inference mode, as by `representations`; with more arguments, as it is.
+        model: An Equinox model, or a pair (model, state), evaluated in inference mode.
         functions: Functions by the names of `layer_shapes` that end in "()", such as
             "blocks[3].mlp()" or "norm():2". A function gets the value of one example, with the
             axes of an inner `vmap` in front, and returns an array of the same shape and dtype. In a
@@ -155,7 +146,7 @@ def intervene(model: Any, functions: Mapping[str, Any], *, call: Call | None = N
         call: Function from model and example to outputs, which replaces the model's call.
 
     Returns:
-        A model that takes what `model` takes, or one example with `call` or a state.
+        A model of one example, which returns the outputs of `model` without a state.
 
     Raises:
         ValueError: If a name is not in the model, or, when the returned model is called, if a

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from dissociation._core.rounding_ties import ROUNDINGS
-from dissociation.similarity._streaming import _point_of as point_of
+from dissociation.similarity._streaming import augmented, point_of
 
 
 def stream_block_sums(
@@ -28,8 +28,8 @@ def stream_block_sums(
         if not points:
             points = [point_of(x), point_of(y)]
             sums = np.zeros((num_blocks, x.shape[1] + 2, y.shape[1] + 2))
-        u = _with_lengths(x - points[0])
-        v = u if y is x else _with_lengths(y - points[1])
+        u = augmented([x], points[:1], x.dtype, np)
+        v = u if y is x else augmented([y], points[1:], y.dtype, np)
         blocks = block_of_row[start : start + len(x)]
         start += len(x)
         for block in range(num_blocks):
@@ -38,12 +38,6 @@ def stream_block_sums(
             v_rows = u_rows if v is u else v[rows]
             sums[block] += u_rows.T @ v_rows
     return sums
-
-
-def _with_lengths(x: np.ndarray) -> np.ndarray:
-    """Return (1, x, |x|^2) of each row."""
-    lengths = np.einsum("np,np->n", x, x)
-    return np.concatenate([np.ones_like(x[:, :1]), x, lengths[:, None]], 1)
 
 
 def products(sums: np.ndarray, *, is_debiased: bool) -> np.ndarray:

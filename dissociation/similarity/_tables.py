@@ -276,7 +276,8 @@ def _without_blocks(
     widths = [array.shape[2] for array in arrays]
     over_features = len(remaining) * (num_items * max(widths) + num_pairs * min(widths))
     # Of one pair the direct way takes less to compile.
-    if num_pairs == 1 or first.number * num_items >= over_features:
+    is_quick = num_pairs == 1 or first.number * num_items >= over_features
+    if leave_outs is None or is_quick:
         return None
     of_stacks = leave_outs(arrays, remaining)[:, :num_rows, -num_columns:]
     ordered = np.empty_like(of_stacks)
@@ -326,9 +327,7 @@ def tables(
     symmetric = measure.symmetric and is_within
     table = partial(_assembled, form, rows, columns, labels, symmetric)
 
-    without_blocks = None
-    if leave_outs is not None:
-        without_blocks = _without_blocks(leave_outs, arrays, first, second, steps)
+    without_blocks = _without_blocks(leave_outs, arrays, first, second, steps)
 
     num_done = 0
     results = []
