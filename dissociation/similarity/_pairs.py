@@ -139,8 +139,8 @@ class Similarities(Result):
     def plot(self) -> "Figure":
         """Return a figure of the table and of the best match of each item, both ways.
 
-        Dots mark the best match of each row, and squares that of each column. Items of one set are
-        not matched with themselves.
+        Dots mark the best match of each row, and squares that of each column. In a
+        symmetric table of one set, items are not matched with themselves.
         """
         from dissociation.plotting import _matches as drawing  # matplotlib takes a second
         from dissociation.plotting._axes import house_style
@@ -150,7 +150,7 @@ class Similarities(Result):
             table = getattr(self, name)
             if table is not None:
                 arrays[name] = np.atleast_2d(np.array(table, float))
-                if self.items == self.others:
+                if self.counts_once:
                     np.fill_diagonal(arrays[name], np.nan)
         listed = MEASURES.get(self.measure)
         tables = drawing.Tables(

@@ -246,14 +246,10 @@ def test_layer_shapes_compute_nothing_and_a_second_call_compiles_nothing(scanned
 
 def test_members_and_calls_that_close_over_values():
     make = eqx.filter_vmap(lambda key: LINEAR(4, 3, key=key))
-    models, x, factor = make(jax.random.split(jax.random.key(0), 2)), np.ones((4, 4)), [1.0]
-
-    def call(m, x):
-        return m(factor[0] * x)
-
-    for factor[0] in (1.0, 2.0):  # a cached program would hold the first
-        layers = member_representations(models, x, "logits", call=call)
-        expected = factor[0] * x @ np.swapaxes(models.weight, 1, 2)
+    models, x = make(jax.random.split(jax.random.key(0), 2)), np.ones((4, 4))
+    for factor in (1.0, 2.0):  # a cached program would hold the first
+        layers = member_representations(models, x, "logits", call=lambda m, x: m(factor * x))  # noqa: B023
+        expected = factor * x @ np.swapaxes(models.weight, 1, 2)
         np.testing.assert_allclose(layers["logits"], expected, rtol=1e-5)
 
 
@@ -302,7 +298,6 @@ def test_the_gradient_by_a_scale_equals_the_finite_difference(precise):
 def test_names_stay_in_a_model_with_interventions():
     model, x = eqx.nn.MLP(4, 3, 5, 2, key=jax.random.key(0)), np.ones((2, 4), np.float32)
     patched = intervene(model, {"layers[1]()": lambda value: 2 * value})
-    assert list(layer_shapes(patched, x[0])) == list(layer_shapes(model, x[0]))
     value = representations(patched, x, "layers[2]()")["layers[2]()"]
     np.testing.assert_array_equal(value, jax.vmap(patched)(x))
 

@@ -200,20 +200,17 @@ def test_names_shapes_and_kinds_must_fit(tmp_path):
 
 
 def test_arrays_take_the_dtype_of_the_model(tmp_path):
+    path = tmp_path / "a.safetensors"
     half = drawn(3).astype(ml_dtypes.bfloat16)
-    save_file({"a": half, "b": drawn(3)}, tmp_path / "a.safetensors")
+    save_file({"a": half, "b": drawn(3)}, path)
     model = {"a": jnp.zeros(3), "b": jnp.zeros(3, jnp.bfloat16)}
     with pytest.warns(RuntimeWarning, match="lose digits .*: b from float32 to bfloat16.$"):
-        loaded = load_state(model, tmp_path / "a.safetensors")
+        loaded = load_state(model, path)
     assert [array.dtype for array in loaded.values()] == [np.float32, jnp.bfloat16]
     np.testing.assert_array_equal(loaded["a"], half.astype(np.float32))
-
-
-@pytest.mark.parametrize(("value", "dtype"), [(1e6, jnp.float16), (1e300, jnp.float32)])
-def test_numbers_that_overflow_are_refused(tmp_path, value, dtype):
-    np.savez(tmp_path / "a.npz", a=np.array([1.0, value, np.inf]))
-    with pytest.raises(ValueError, match=r"hold numbers that fit float\d\d as a, got 1e\+\d+"):
-        load_state({"a": jnp.zeros(3, dtype)}, tmp_path / "a.npz")
+    save_file({"a": np.array([1.0, 1e300, np.inf])}, path)
+    with pytest.raises(ValueError, match=r"hold numbers that fit float32 as a, got 1e\+300"):
+        load_state({"a": jnp.zeros(3)}, path)
 
 
 def test_a_file_is_never_whole_in_memory(tmp_path):
