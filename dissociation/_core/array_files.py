@@ -134,17 +134,17 @@ class StoredArray(NamedTuple):
                 stream.read(self.offset)
                 yield stream
 
-    def _next(self, stream: Stream, shape: tuple[int, ...]) -> np.ndarray:
+    def _next(self, stream: Any, shape: tuple[int, ...]) -> np.ndarray:
         """Return the next numbers of a stream as an array."""
         contents = bytearray(math.prod(shape) * self.dtype.itemsize)
-        with memoryview(contents) as view:
+        view = memoryview(contents)
+        start = 0
+        while start < len(view):
             # A member of an archive is copied by each read: small ones keep the copy small.
-            for start in range(0, len(view), _CHUNK):
-                block = view[start : start + _CHUNK]
-                numbers = stream.read(len(block))
-                if len(numbers) < len(block):
-                    raise ValueError("it ends before the last number")
-                block[:] = numbers
+            count = stream.readinto(view[start : start + _CHUNK])
+            if not count:
+                raise ValueError("it ends before the last number")
+            start += count
         return _native(np.frombuffer(contents, self.dtype).reshape(shape))
 
 

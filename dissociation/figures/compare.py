@@ -268,9 +268,9 @@ def caption(dataset: xarray.Dataset) -> str:
     if tables.is_biased:
         text += "Estimates are without bias; circles and dashes have it. "
     if np.isfinite(dataset.corrected).any():
-        smallest = _p_value(dataset, dataset.corrected.values == np.nanmin(dataset.corrected))
-        largest = _p_value(dataset, dataset.corrected.values == np.nanmax(dataset.corrected))
-        p_values = " to ".join(dict.fromkeys((smallest, largest)))
+        ends = (dataset.corrected.min().item(), dataset.corrected.max().item())
+        words = [_p_value(dataset, dataset.corrected.values == end) for end in ends]
+        p_values = " to ".join(dict.fromkeys(words))
         text += f"P-values, corrected for all pairs, are {p_values}. "
     if config.max_samples is not None:
         text += f"At most {config.max_samples} samples, a fixed subset. "

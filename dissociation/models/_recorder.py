@@ -151,8 +151,7 @@ class Recorder(Walk):
         mark = marks[side]
         if not mark.recorded:
             value = _features_last(equation, values[side], side)
-            record = Record(self.layers[mark.leaf], "", value, has_features=True, is_activity=True)
-            self.records.append(record)
+            self.records.append(Record(self.layers[mark.leaf], "", value, True, True))
             mark.recorded.append(True)
 
     def _record_value(self, params: dict[str, Any], value: Array, mark: Mark | None) -> None:
@@ -160,7 +159,7 @@ class Recorder(Walk):
         # Measures must not guess an axis of features.
         is_last = mark is not None and mark.axis == value.ndim - 1
         has_features = value.ndim < 2 or is_last
-        record = Record(params["layer"], params["suffix"], value, has_features, is_activity=False)
+        record = Record(params["layer"], params["suffix"], value, has_features, False)
         self.records.append(record)
 
     def _in_loop(
