@@ -159,18 +159,13 @@ def test_dictionaries_of_inputs_and_several_outputs():
     layers = representations(model, BATCH)
     assert list(layers) == ["embed", "layer", "layer:2", "outputs.pooled", "outputs.tokens"]
     # The axes of an inner `vmap` are in front, wherever the model has them.
-    values = representations(model, BATCH, "layer():*")
-    assert list(values) == ["layer():2"]
-    np.testing.assert_allclose(
-        values["layer():2"], layers["layer"] @ model.layer.weight.T, atol=1e-6
-    )
-    first = representations(model, BATCH, "layer()")["layer()"]
-    np.testing.assert_allclose(first, layers["embed"] @ model.layer.weight.T, atol=1e-6)
+    values = representations(model, BATCH, "layer()*")
+    for layer, (name, value) in zip(("embed", "layer"), values.items(), strict=True):
+        assert name == {"embed": "layer()", "layer": "layer():2"}[layer]
+        np.testing.assert_allclose(value, layers[layer] @ model.layer.weight.T, atol=1e-6)
     pair = representations(lambda xs: (xs[0] @ xs[1], xs[1]), (np.ones((4, 3)), np.ones((4, 3))))
-    assert {name: array.shape for name, array in pair.items()} == {
-        "outputs[0]": (4,),
-        "outputs[1]": (4, 3),
-    }
+    shapes = {name: array.shape for name, array in pair.items()}
+    assert shapes == {"outputs[0]": (4,), "outputs[1]": (4, 3)}
 
 
 MODELS = {
