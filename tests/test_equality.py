@@ -33,8 +33,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "integers":
         "_core/conversion.py:as_one_hot figures/_collapse_measures.py:spread_observations "
         "figures/_eigenvector_measures.py:intervals similarity/_inference.py:orders_of "
-        "figures/_compare_files.py:_selected figures/_compare_files.py:_align_ids "
-        "similarity/_block_sums.py:stream_block_sums similarity/_leave_outs.py:_rows_of "
+        "similarity/_leave_outs.py:_without_blocks "
         "similarity/_orders.py:all_orders "
         "measures/_probes.py:_check_groups measures/_probes.py:_shuffled "
         "models/_program.py:layers_of_arrays "
@@ -47,8 +46,6 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "koopman/_operators/_pairs.py:_merged linear/_families.py:_walk",
     "lengths of rows of zeros, which are exactly 0":
         "_core/distances.py:cosine_distances_with_size",
-    "labels":
-        "figures/_compare_files.py:_read_ids",
     "an order for show":
         "figures/_eigenvector_measures.py:details "
         "koopman/figures/_ordered_mnist_drawing.py:_shown_seed",

@@ -134,17 +134,17 @@ class StoredArray(NamedTuple):
                 stream.read(self.offset)
                 yield stream
 
-    def _next(self, stream: Stream, shape: tuple[int, ...]) -> np.ndarray:
+    def _next(self, stream: Any, shape: tuple[int, ...]) -> np.ndarray:
         """Return the next numbers of a stream as an array."""
         contents = bytearray(math.prod(shape) * self.dtype.itemsize)
-        with memoryview(contents) as view:
+        view = memoryview(contents)
+        start = 0
+        while start < len(view):
             # A member of an archive is copied by each read: small ones keep the copy small.
-            for start in range(0, len(view), _CHUNK):
-                block = view[start : start + _CHUNK]
-                numbers = stream.read(len(block))
-                if len(numbers) < len(block):
-                    raise ValueError("it ends before the last number")
-                block[:] = numbers
+            count = stream.readinto(view[start : start + _CHUNK])
+            if not count:
+                raise ValueError("it ends before the last number")
+            start += count
         return _native(np.frombuffer(contents, self.dtype).reshape(shape))
 
 
@@ -161,10 +161,10 @@ def open_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
             order.
 
     Raises:
-        RefusedFile: If the file is broken, is a pickle, or its headers do not fit its size.
+        RefusedFile: If the file is broken, is a pickle, or its headers do not fit its size; or if
+            safetensors is not installed.
         ValueError: If the path ends otherwise.
         OSError: If a file does not exist or cannot be read.
-        ImportError: If safetensors is not installed.
     """
     source = Path(path)
     check_regular(source)
@@ -295,7 +295,10 @@ def _described(path: Path, name: str, stream: Stream, size: int) -> StoredArray:
 
 
 def _safetensors_arrays(path: Path) -> dict[str, StoredArray]:
-    safe_open = import_extra("safetensors", ".safetensors files", "files").safe_open
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise RefusedFile(f"{path} needs `pip install 'dissociation[files]'`.") from error
     with open(path, "rb") as file:
         header_length = int.from_bytes(file.read(8), "little")
         if header_length > _LARGEST_DIRECTORY:

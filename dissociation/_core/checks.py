@@ -172,15 +172,22 @@ def check_finite(name: str, array: ArrayLike) -> None:
     fail(name, "be finite", f"{array[position]} at index {position}")
 
 
-def check_call(name: str, function: Any, arguments: Sequence[str], advice: str = "") -> None:
-    """Raise a `TypeError` unless `function` takes `len(arguments)` positional arguments."""
+def takes(function: Any, number: int) -> bool:
+    """Return True if a function can be called with `number` positional arguments."""
     with suppress(ValueError):  # a compiled function has no known signature
         signature = inspect.signature(function)
         try:
-            signature.bind(*arguments)
+            signature.bind(*range(number))
         except TypeError:
-            requirement = f"take {len(arguments)} arguments ({', '.join(arguments)})"
-            fail_kind(name, requirement, signature, advice)
+            return False
+    return True
+
+
+def check_call(name: str, function: Any, arguments: Sequence[str], advice: str = "") -> None:
+    """Raise a `TypeError` unless `function` takes `len(arguments)` positional arguments."""
+    if not takes(function, len(arguments)):
+        requirement = f"take {len(arguments)} arguments ({', '.join(arguments)})"
+        fail_kind(name, requirement, inspect.signature(function), advice)
 
 
 def check_takes(name: str, model: Any, example: Any) -> Any:
@@ -193,7 +200,7 @@ def check_takes(name: str, model: Any, example: Any) -> Any:
         return jax.eval_shape(model, structs)
     except WrongValue:
         raise
-    except (TypeError, ValueError, IndexError) as error:
+    except (TypeError, ValueError, IndexError, KeyError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         num_lines = 2 if lines[0].endswith(":") else 1
         reason = " ".join(lines[:num_lines]).rstrip(".")

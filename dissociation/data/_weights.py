@@ -59,10 +59,10 @@ def load_state(
         The model, or the pair. Integers and booleans that the file lacks keep their values.
 
     Raises:
-        RefusedFile: If the file is broken, a pickle, or larger than the budget.
+        RefusedFile: If the file is broken, a pickle, larger than the budget, or if safetensors is
+            not installed.
         ValueError: If names or shapes differ.
         TypeError: If an array has numbers of another kind, such as complex ones for real ones.
-        ImportError: If safetensors is not installed.
 
     Example:
         >>> model = eqx.nn.Linear(3, 2, key=jax.random.key(0))
@@ -81,7 +81,7 @@ def load_state(
 
     narrowed = []
 
-    def loaded(name: str, leaf: Any) -> Any:
+    def loaded(name, leaf):
         if name not in arrays:
             return leaf
         array = arrays[name].read()
@@ -168,10 +168,10 @@ def _is_norm(node: Any) -> bool:
 
 
 def _named_leaves(model: Any) -> Any:
-    def is_index(node: Any) -> bool:
+    def is_index(node):
         return isinstance(node, eqx.nn.StateIndex)
 
-    def name_of(path: Any, leaf: Any) -> str:
+    def name_of(path, leaf):
         # Keys of random numbers, functions and initial states are in no file.
         is_array = _is_abstract(leaf) or eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
         if is_array and number_kind(leaf.dtype) in KINDS:
@@ -209,8 +209,7 @@ def _as_dtype(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
     """Return an array in a data type, or raise if finite numbers become infinite."""
     with np.errstate(over="ignore"):
         converted = array.astype(dtype, copy=False)
-    is_narrower = converted.dtype != array.dtype and jnp.issubdtype(dtype, jnp.inexact)
-    if is_narrower and (np.isinf(converted) & np.isfinite(array)).any():
+    if (np.isinf(converted) & np.isfinite(array)).any():
         largest = np.abs(array[np.isfinite(array)]).max()
         fail("path", f"hold numbers that fit {dtype} as {name}", f"{largest:.3g}")
     return converted

@@ -286,7 +286,7 @@ def markdown_of(exhibit: Exhibit) -> str:
     header, *rows = exhibit.table
     lines = []
     for cells in (header, ["---"] * len(header), *rows):
-        escaped = [cell.replace("|", "\\|") for cell in cells]
+        escaped = [" ".join(cell.replace("|", "\\|").split()) for cell in cells]
         lines.append(f"| {' | '.join(escaped)} |")
     table = "\n".join(lines)
     return f"{exhibit.headline}\n\n{table}\n\n{exhibit.caption}\n"

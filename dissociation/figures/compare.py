@@ -6,6 +6,8 @@ A file holds the activations of a network on samples, an array for each layer.
 import dataclasses
 import json
 import shlex
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -23,8 +25,8 @@ from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
 from dissociation.figures._harness import Settings, config_of, drawing, run
 from dissociation.plotting import _axes as plotting
 from dissociation.plotting import _matches as matches
-from dissociation.similarity._base import check_size
 from dissociation.similarity._functional import disagreement
+from dissociation.similarity._inference import LEAST_P_VALUE
 from dissociation.similarity._measures import MEASURES
 
 __all__ = ["Config", "compute", "draw"]
@@ -37,9 +39,6 @@ HAS_MARKDOWN = True
 
 QUICK_SAMPLES = 200
 """Number of samples of a smoke run."""
-
-SMALL_BIAS = 0.005
-"""Largest difference of values and estimates that a figure does not show."""
 
 COPIES = 3
 """Number of copies of all layers that a comparison in memory holds."""
@@ -81,15 +80,17 @@ class Config(Settings):
     """Bytes of memory; default half of what is free. Larger layers are read in batches."""
 
     def __post_init__(self):
-        self.check(measure=tuple(MEASURES), num_blocks=2, num_orders=1)
-        if self.positions is not None:
-            self.check(positions=files.POSITIONS)
-        if self.channels is not None:
-            self.check(channels=files.CHANNELS)
-        if self.max_samples is not None:
-            self.check(max_samples=2)
-        if self.memory_budget is not None and self.memory_budget < 1:
-            fail("memory_budget", "be at least 1 byte", self.memory_budget)
+        limits = {
+            "measure": tuple(MEASURES),
+            "num_blocks": 2,
+            "num_orders": 1,
+            "positions": files.POSITIONS,
+            "channels": files.CHANNELS,
+            "max_samples": 2,
+            "memory_budget": (1, None),
+        }
+        stated = {name: limit for name, limit in limits.items() if getattr(self, name) is not None}
+        self.check(**stated)
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
@@ -109,18 +110,18 @@ class Data(NamedTuple):
     """Two networks on the same samples.
 
     Attributes:
-        digest: Hash of the contents of all layers.
         networks: Both networks.
         sentences: Sentences on the samples and the rows.
         logits: Outputs of both networks, or none.
-        is_in_memory: True if all layers are in memory.
+        comparison: Comparison of all layers in memory, or None.
+        digest: Hash of the contents of all layers that are not in memory, or None.
     """
 
-    digest: np.ndarray
     networks: Any
     sentences: str
     logits: tuple[np.ndarray, ...]
-    is_in_memory: bool
+    comparison: Any = None
+    digest: np.ndarray | None = None
 
 
 def source(config: Config) -> Data:
@@ -131,76 +132,47 @@ def source(config: Config) -> Data:
         OSError: If a file cannot be read.
         WrongValue: If the files do not hold layers of the same samples, or an option does not fit.
     """
-    for name in ("a", "b"):
-        if not getattr(config, name):
-            advice = "python -m dissociation compare A.npz B.npz"
-            fail(name, "name a file of activations", "none", advice)
     networks = []
     for name in ("a", "b"):
         path = getattr(config, name)
+        if not path:
+            advice = "python -m dissociation compare A.npz B.npz"
+            fail(name, "name a file of activations", "none", advice)
         network = files.read_network(
             name, path, config.positions, config.channels, config.command()
         )
         networks.append(network)
-    first, second = networks
-    sentences = files.align(first, second, config.max_samples)
+    sentences = files.align(networks, config.max_samples)
+    logits = _read_logits(networks)
+    if not logits and any(network.logits for network in networks):
+        sentences.append("Logits are left out: they must be [samples, classes] in both files.")
     budget = host_budget() if config.memory_budget is None else config.memory_budget
-    needed = COPIES * sum(map(files.feature_bytes, networks))
-    _check_measure(config, networks)
-    is_in_memory = needed <= budget
-    if not is_in_memory:
-        measures.check_streamed(config, networks, budget, needed)
+    num_bytes = _bytes_in_memory(networks)
+    if num_bytes > budget:
+        measures.check_streamed(config, networks, budget, num_bytes)
         sentences.append("Layers exceed the memory budget: batches, without p-values.")
-    digest = files.read_layers(networks, in_memory=is_in_memory)
-    logits, sentence = _read_logits(networks)
-    sentences += sentence
-    return Data(digest, tuple(networks), " ".join(sentences), logits, is_in_memory)
+        digest = files.digest_of(networks)
+        return Data(networks, " ".join(sentences), logits, digest=digest)
+    with warnings.catch_warnings(action="ignore"):
+        comparison = measures.planned(config, networks)
+    return Data(networks, " ".join(sentences), logits, comparison)
 
 
-def _check_measure(config: Config, networks: list[files.Network]) -> None:
-    """Raise unless the layers have shapes that the measure can compare."""
-    measure = MEASURES[config.measure]
-    form = measure.with_options()
-    num_rows = files.num_rows_of(networks[0])
-    if num_rows % measure.repeats:
-        requirement = f"have samples in {measure.repeats} repeats of the same conditions"
-        fail("measure", requirement, f"{config.measure} of {num_rows} samples")
-    num_blocks = measures.num_blocks_of(config, networks)
-    num_kept = num_rows
-    if num_blocks is not None:
-        num_kept -= -(-num_rows // num_blocks)
-    widths = set()
-    for network in networks:
-        for name, layer in network.layers.items():
-            width = network.width(layer)
-            widths.add(width)
-            sides = ("x", "y")[: len(form.sides)]
-            if network.name == "a" or "y" in sides:
-                check_size(form, network.name, num_kept, width, condition=f" in {name}")
-    if measure.same_width and len(widths) > 1:
-        received = f"{config.measure} of widths {', '.join(map(str, sorted(widths)))}"
-        fail("measure", "suit layers of different widths", received)
+def _bytes_in_memory(networks: Sequence[files.Network]) -> int:
+    """Return the bytes that a comparison in memory takes."""
+    return COPIES * sum(map(files.feature_bytes, networks))
 
 
-def _read_logits(networks: list[files.Network]) -> tuple[tuple[np.ndarray, ...], list[str]]:
-    """Return the outputs of both networks if they have the same classes, and a sentence if not."""
+def _read_logits(networks: Sequence[files.Network]) -> tuple[np.ndarray, ...]:
+    """Return the outputs of both networks if they have the same classes, or none."""
     logits = []
+    shapes = set()
     for network in networks:
-        if network.logits is not None:
-            stored = network.logits
-            if len(stored.shape) != 2 or stored.dtype.kind not in "biuf":
-                sentence = f"Logits of shape {stored.shape} in {network.path} are left out."
-                return (), [sentence]
-            blocks = network.batches(stored, files.rows_per_block(stored))
-            logits.append(np.concatenate(list(blocks)))
-    if len(logits) == 1:
-        return (), ["Logits of one file alone are left out."]
-    if not logits:
-        return (), []
-    num_classes = [array.shape[1] for array in logits]
-    if num_classes[0] != num_classes[1] or num_classes[0] < 2:
-        return (), [f"Logits of {num_classes[0]} and {num_classes[1]} classes are left out."]
-    return tuple(logits), []
+        stored = network.logits
+        if stored is not None and len(stored.shape) == 2 and stored.shape[1] > 1:
+            shapes.add(stored.shape[1])
+            logits.append(np.concatenate(list(network.batches(stored))))
+    return tuple(logits) if len(logits) == 2 and len(shapes) == 1 else ()
 
 
 def compute(
@@ -227,60 +199,49 @@ def compute(
 
 def _computed(config: Config, key: Array, data: Data, cache: Cache) -> xarray.Dataset:
     """Return the dataset of `compute`."""
-    networks = list(data.networks)
-    if data.is_in_memory:
-        tables = measures.compare_in_memory(config, key, networks, cache)
+    networks = data.networks
+    if data.comparison is not None:
+        num_bytes = _bytes_in_memory(networks)
+        with warnings.catch_warnings(action="ignore"):  # of large biases: the figure shows them
+            tables = measures.compare_in_memory(config, key, data.comparison, num_bytes, cache)
     else:
         tables = measures.compare_in_batches(config, networks, cache)
+    dims = ("layers", "other_layers")
     coords = {}
-    for axis, network in zip(("layers", "other_layers"), networks, strict=True):
+    for axis, network in zip(dims, networks, strict=True):
         coords[axis] = list(network.layers)
     shape = tables["values"].shape
     variables: dict[str, Any] = {}
     for name in measures.TABLES:
-        table = tables.get(name, np.full(shape, np.nan))
-        variables[name] = (("layers", "other_layers"), table)
+        variables[name] = (dims, tables.get(name, np.full(shape, np.nan)))
     share = np.nan
     if data.logits:
         share = float(disagreement(*data.logits))
     variables["disagreement"] = ((), share)
+    names = [Path(path).stem for path in (config.a, config.b)]
     facts = {
         "num_samples": len(networks[0].rows),
-        "networks": _names(config),
+        "networks": names if names[0] != names[1] else [config.a, config.b],
         "sentences": data.sentences,
-        "is_in_memory": data.is_in_memory,
     }
     dataset = xarray.Dataset(variables, coords, {"data": json.dumps(facts)})
-    table = _tables_of(dataset, config)
-    dataset["best"] = ("layers", table.best())
-    dataset["best_other"] = ("other_layers", table.transposed().best())
+    tables = _tables_of(dataset, config)
+    dataset["best"] = ("layers", tables.best())
+    dataset["best_other"] = ("other_layers", tables.transposed().best())
     return dataset
-
-
-def _names(config: Any) -> list[str]:
-    """Return names of both networks: those of the files, or their paths if these are the same."""
-    names = [Path(path).stem for path in (config.a, config.b)]
-    return names if names[0] != names[1] else [config.a, config.b]
 
 
 def _tables_of(dataset: xarray.Dataset, config: Any) -> matches.Tables:
     """Return the tables that a figure needs."""
-    values = dataset["values"].values
-    tables: dict[str, Any] = {name: dataset[name].values for name in ("estimate", "low", "high")}
-    tables = {name: None if np.isnan(table).all() else table for name, table in tables.items()}
-    if tables["estimate"] is None:
-        tables["estimate"] = values
-    is_unbiased = np.allclose(tables["estimate"], values, atol=SMALL_BIAS, equal_nan=True)
-    first, second = _names(config)
+    arrays = {name: dataset[name].values for name in matches.NAMES}
     return matches.Tables(
-        **tables,
-        values=None if is_unbiased else values,
-        chance=dataset.baseline.values,
-        rows=dataset.layers.values.tolist(),
-        columns=dataset.other_layers.values.tolist(),
-        measure=config.measure,
+        {name: array for name, array in arrays.items() if not np.isnan(array).all()}
+        | {"values": arrays["values"]},
+        dataset.layers.values.tolist(),
+        dataset.other_layers.values.tolist(),
+        config.measure,
         larger_is_closer=MEASURES[config.measure].larger_is_closer,
-        networks=(first, second),
+        networks=json.loads(dataset.attrs["data"])["networks"],
     )
 
 
@@ -295,25 +256,22 @@ def caption(dataset: xarray.Dataset) -> str:
     config = config_of(dataset)
     facts = json.loads(dataset.attrs["data"])
     first, second = facts["networks"]
-    title = plotting.title_of(config.measure)
-    has_intervals = not np.isnan(dataset.low.values).all()
-    interval = ""
-    if has_intervals:
-        interval = ", with 90 % intervals over blocks of samples"
+    tables = _tables_of(dataset, config)
+    interval = ", with 90 % intervals over blocks of samples" if "low" in tables.arrays else ""
     text = (
-        f"{title} of all pairs of {len(dataset.layers)} layers of {first} and "
-        f"{len(dataset.other_layers)} layers of {second}, on {facts['num_samples']} samples. "
+        f"{plotting.title_of(config.measure)} of all pairs of {_layers(dataset.layers)} of {first} "
+        f"and {_layers(dataset.other_layers)} of {second}, on {facts['num_samples']} samples. "
         f"(a) Estimates; dots: best match of a layer of {first} (row), squares: of a layer of "
         f"{second} (column). (b) Best match of each layer of {first}, (c) of {second}{interval}; "
         "dashes: values by chance. "
     )
-    if _tables_of(dataset, config_of(dataset)).values is not None:
+    if tables.is_biased:
         text += "Estimates are without bias; circles and dashes have it. "
-    corrected = dataset.corrected.values
-    if np.isfinite(corrected).any():
-        smallest = np.nanmin(corrected)
-        largest = np.nanmax(corrected)
-        text += f"P-values, corrected for all pairs, are {smallest:.2g} to {largest:.2g}. "
+    if np.isfinite(dataset.corrected).any():
+        ends = (dataset.corrected.min().item(), dataset.corrected.max().item())
+        words = [_p_value(dataset, dataset.corrected.values == end) for end in ends]
+        p_values = " to ".join(dict.fromkeys(words))
+        text += f"P-values, corrected for all pairs, are {p_values}. "
     if config.max_samples is not None:
         text += f"At most {config.max_samples} samples, a fixed subset. "
     share = dataset.disagreement.item()
@@ -322,56 +280,65 @@ def caption(dataset: xarray.Dataset) -> str:
     return text.rstrip()
 
 
+def _layers(names: xarray.DataArray) -> str:
+    return "1 layer" if len(names) == 1 else f"{len(names)} layers"
+
+
+def _p_value(dataset: xarray.Dataset, index: Any) -> str:
+    """Return the corrected p-value of the first pair of an index; a bound for the smallest."""
+    corrected = np.ravel(dataset.corrected.values[index])[0]
+    if not np.isfinite(corrected):
+        return "not computed"
+    is_bound = np.ravel(dataset.p_values.values[index])[0] <= LEAST_P_VALUE
+    return f"{'< ' if is_bound else ''}{corrected:.2g}"
+
+
 def headline(dataset: xarray.Dataset) -> str:
     """Return lines with both networks, how samples are aligned, and a doubt about their order."""
     facts = json.loads(dataset.attrs["data"])
     first, second = facts["networks"]
-    lines = [
-        f"A: {first}, {len(dataset.layers)} layers. B: {second}, {len(dataset.other_layers)} "
-        f"layers. {facts['num_samples']} samples. {facts['sentences']}"
-    ]
+    line = (
+        f"A: {first}, {_layers(dataset.layers)}. B: {second}, {_layers(dataset.other_layers)}. "
+        f"{facts['num_samples']} samples. {facts['sentences']}"
+    )
     corrected = dataset.corrected.values
-    if np.isfinite(corrected).any() and np.nanmin(corrected) > 0.05:
-        lines.append(
-            f"No pair is more similar than by chance (smallest p {np.nanmin(corrected):.2g}): are "
-            "the rows of both files in the same order?"
+    smallest = np.min(corrected, initial=np.inf, where=np.isfinite(corrected))
+    if 0.05 < smallest < np.inf:
+        line += (
+            f"\nNo pair is more similar than by chance (smallest p {smallest:.2g}): are the rows "
+            "of both files in the same order?"
         )
-    return "\n".join(lines)
+    return line
 
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per layer of A and of B with its best match."""
     config = config_of(dataset)
-    first, second = json.loads(dataset.attrs["data"])["networks"]
     title = plotting.title_of(config.measure)
     names = [f"{title} without bias", "90 % interval", title, "chance", "p"]
     rows = [["layer", "best match", *names]]
-    for index, best in enumerate(dataset.best.values.tolist()):
-        layer = dataset.layers.values[index]
-        match = dataset.other_layers.values[best]
-        rows.append(_row(dataset, f"{first}: {layer}", f"{second}: {match}", index, best))
-    for index, best in enumerate(dataset.best_other.values.tolist()):
-        layer = dataset.other_layers.values[index]
-        match = dataset.layers.values[best]
-        rows.append(_row(dataset, f"{second}: {layer}", f"{first}: {match}", best, index))
+    tables = _tables_of(dataset, config)
+    for sided, is_transposed in ((tables, False), (tables.transposed(), True)):
+        first, second = sided.networks
+        for index, best in enumerate(sided.best()):
+            layer = f"{first}: {sided.rows[index]}"
+            if best < 0:
+                rows.append([layer, "none: all samples are the same", *[""] * 5])
+                continue
+            numbers = {name: f"{array[index, best]:.3f}" for name, array in sided.arrays.items()}
+            interval = "not computed"
+            if "low" in numbers:
+                interval = f"{numbers['low']} to {numbers['high']}"
+            pair = (best, index) if is_transposed else (index, best)
+            rows.append(
+                [
+                    layer,
+                    f"{second}: {sided.columns[best]}",
+                    numbers.get("estimate", numbers["values"]),
+                    interval,
+                    numbers["values"],
+                    numbers.get("baseline", ""),
+                    _p_value(dataset, pair),
+                ]
+            )
     return rows
-
-
-def _row(dataset: xarray.Dataset, layer: str, match: str, row: int, column: int) -> list[str]:
-    """Return the cells of a layer and its best match."""
-    if min(row, column) < 0:
-        return [layer, "none: all samples are the same", *[""] * 5]
-    numbers = {}
-    for name in measures.TABLES:
-        numbers[name] = float(dataset[name].values[row, column])
-    estimate = numbers["estimate"]
-    if np.isnan(estimate):
-        estimate = numbers["values"]
-    interval = "not computed"
-    if np.isfinite(numbers["low"]):
-        interval = f"{numbers['low']:.3f} to {numbers['high']:.3f}"
-    p_value = "not computed"
-    if np.isfinite(numbers["corrected"]):
-        p_value = f"{numbers['corrected']:.2g}"
-    by_chance = [f"{numbers[name]:.3f}" for name in ("values", "baseline")]
-    return [layer, match, f"{estimate:.3f}", interval, *by_chance, p_value]

@@ -2,7 +2,7 @@
 
 import difflib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import equinox as eqx
@@ -38,10 +38,10 @@ def _mark() -> Any:
     mark.def_abstract_eval(lambda value, **_: value)
     mlir.register_lowering(mark, lambda _, value, **__: [value])
 
-    def derivative(values: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    def derivative(values, tangents, **params):
         return mark.bind(*values, **params), tangents[0]
 
-    def batched(values: Sequence[Any], axes: Sequence[int], **params: Any) -> Any:
+    def batched(values, axes, **params):
         # Transposes that cancel let XLA compile the same program as without the mark.
         value = mark.bind(jnp.moveaxis(values[0], axes[0], 0), **params)
         return jnp.moveaxis(value, 0, axes[0]), axes[0]
@@ -56,15 +56,13 @@ def is_mark(equation: Any, reader: str) -> bool:
     return equation.primitive is _mark() and equation.params["reader"] == reader
 
 
-def holds_marks(jaxpr: Any, reader: str) -> bool:
-    """Return True if a program, or a program that it calls, marks values for `reader`."""
-    for equation in jaxpr.eqns:
-        if is_mark(equation, reader):
-            return True
-        inner = inner_program(equation.params)
-        if inner is not None and holds_marks(inner.jaxpr, reader):
-            return True
-    return False
+def calls_marks(equation: Any, reader: str) -> bool:
+    """Return True if an operation calls a program that marks values for `reader`."""
+    inner = inner_program(equation.params)
+    if inner is None:
+        return False
+    inner_equations = inner.jaxpr.eqns
+    return any(is_mark(item, reader) or calls_marks(item, reader) for item in inner_equations)
 
 
 def _is_module(node: Any) -> bool:
@@ -76,7 +74,7 @@ def _marked(outputs: Any, layer: str, reader: str) -> Any:
     # States and modules in the outputs are no activity.
     num_arrays = sum(map(eqx.is_array, jax.tree.leaves(outputs, is_leaf=_is_module)))
 
-    def mark(path: tuple[Any, ...], leaf: Any) -> Any:
+    def mark(path, leaf):
         if not eqx.is_array(leaf):
             return leaf
         suffix = path_text(path) if num_arrays > 1 else ""
@@ -92,7 +90,7 @@ def _named_class(base: type, layer: str, reader: str) -> type:
     Compiled functions within a model are cached by the class, so it is made once.
     """
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args, **kwargs):
         inherited: Any = super(named, self)
         outputs = inherited.__call__(*args, **kwargs)
         return _marked(outputs, layer, reader)
@@ -113,8 +111,8 @@ def with_marks(model: Any, reader: str) -> tuple[Any, list[str]]:
     _, front = layers_of_arrays(model)
     num_skipped = num_wrappers(model)
 
-    def marked(node: Any, path: tuple[Any, ...]) -> Any:
-        def is_child(child: Any) -> bool:
+    def marked(node, path):
+        def is_child(child):
             return child is not node and _is_module(child)
 
         name = path_name(path[num_skipped:], front)
@@ -122,7 +120,7 @@ def with_marks(model: Any, reader: str) -> tuple[Any, list[str]]:
         if is_layer:
             names.append(f"{name}()")
 
-        def mark_child(inner_path: tuple[Any, ...], leaf: Any) -> Any:
+        def mark_child(inner_path, leaf):
             return marked(leaf, path + inner_path) if isinstance(leaf, eqx.Module) else leaf
 
         node = jax.tree_util.tree_map_with_path(mark_child, node, is_leaf=is_child)

@@ -226,7 +226,7 @@ def _layers_of(
     """
     containers = [path[:-1] for path in matrices]
 
-    def layer_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    def layer_path(path):
         if len(path) < 2:
             return path
         container = path[:-1]
@@ -364,7 +364,7 @@ class Walk:
         env = {v: (value, None) for v, value in zip(jaxpr.constvars, consts, strict=True)}
         env |= {v: pair for v, *pair in zip(jaxpr.invars, args, marks, strict=True)}
 
-        def read(atom: Any) -> Any:
+        def read(atom):
             if isinstance(atom, jex.Literal):
                 return (atom.val, None)
             return env[atom]
@@ -399,7 +399,7 @@ def run_loop(
     num_fixed = num_consts + num_carry
     consts = values[:num_consts]
 
-    def step(carry: list[Any], slices: Any) -> Any:
+    def step(carry, slices):
         iteration, inputs = slices
         results, extra = body([*consts, *carry, *inputs], iteration)
         return results[:num_carry], (results[num_carry:], extra)

@@ -7,8 +7,8 @@ import jax
 from jaxtyping import Array
 
 from dissociation._core._compat import parameters
-from dissociation.models._module_values import holds_marks, is_mark
-from dissociation.models._program import MOVES, Walk, bound, inner_program, numbered, run_loop
+from dissociation.models._module_values import calls_marks, is_mark
+from dissociation.models._program import MOVES, Walk, bound, numbered, run_loop
 
 READER = "recorder"
 """Reader of the marks that `Recorder` takes, see `with_marks`."""
@@ -98,10 +98,8 @@ class Recorder(Walk):
 
     def _holds_layers(self, equation: Any, marks: list[Any]) -> bool:
         """Return True if a program that an operation calls may hold layers."""
-        if any(mark is not None and mark.kind == "weights" for mark in marks):
-            return True
-        inner = inner_program(equation.params)
-        return inner is not None and holds_marks(inner.jaxpr, READER)
+        has_weights = any(mark is not None and mark.kind == "weights" for mark in marks)
+        return has_weights or calls_marks(equation, READER)
 
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
         """Return an operation's results and their mark, or a list of marks."""
@@ -153,8 +151,7 @@ class Recorder(Walk):
         mark = marks[side]
         if not mark.recorded:
             value = _features_last(equation, values[side], side)
-            record = Record(self.layers[mark.leaf], "", value, has_features=True, is_activity=True)
-            self.records.append(record)
+            self.records.append(Record(self.layers[mark.leaf], "", value, True, True))
             mark.recorded.append(True)
 
     def _record_value(self, params: dict[str, Any], value: Array, mark: Mark | None) -> None:
@@ -162,7 +159,7 @@ class Recorder(Walk):
         # Measures must not guess an axis of features.
         is_last = mark is not None and mark.axis == value.ndim - 1
         has_features = value.ndim < 2 or is_last
-        record = Record(params["layer"], params["suffix"], value, has_features, is_activity=False)
+        record = Record(params["layer"], params["suffix"], value, has_features, False)
         self.records.append(record)
 
     def _in_loop(
@@ -177,7 +174,7 @@ class Recorder(Walk):
         result_marks: list[Any] = []
         records: list[Record] = []
 
-        def walk(operands: Sequence[Any]) -> list[Any]:
+        def walk(operands):
             walker = Recorder(self.layers)
             # What a walk records must not change the next.
             fresh = [mark and mark._replace(recorded=list(mark.recorded)) for mark in loop_marks]
@@ -186,7 +183,7 @@ class Recorder(Walk):
             result_marks[:] = [mark for _, mark in pairs]
             return [value for value, _ in pairs]
 
-        def body(operands: list[Any], iteration: Array) -> tuple[list[Any], list[Array]]:
+        def body(operands, iteration):
             results = walk(operands)
             return results, [record.value for record in records]
 

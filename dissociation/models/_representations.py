@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_takes, fail, fail_kind, is_traced
+from dissociation._core.checks import check_call, check_takes, fail, fail_kind, is_traced
 from dissociation._core.conversion import as_examples, describe
 from dissociation._core.validation import validated
 from dissociation.models._module_values import fail_unknown, with_marks
@@ -29,8 +29,18 @@ from dissociation.models._recorder import READER, Mark, Record, Recorder, record
 from dissociation.training._members import count
 
 
+class ByName(dict[str, Any]):
+    """Dictionary by layer, whose errors list the names."""
+
+    def __missing__(self, name: str) -> Any:
+        try:
+            return self[layer_named("layer", name, self)]
+        except ValueError as error:
+            raise KeyError(str(error)) from None
+
+
 @jax.tree_util.register_pytree_with_keys_class
-class Layers(dict[str, Array]):
+class Layers(ByName):
     """Dictionary of representations by layer, with features (channels) on the last axis.
 
     `layers["features"]` is the last hidden layer, unless a layer has that name. `ranks` are numbers
@@ -73,12 +83,6 @@ class Layers(dict[str, Array]):
                 if name in self.ranks:
                     ranks[layer] = self.ranks[name] - len(axes)
         return Layers(arrays, ranks)
-
-    def __missing__(self, name: str) -> Array:
-        try:
-            return self[layer_named("layer", name, self)]
-        except ValueError as error:
-            raise KeyError(str(error)) from None
 
     def tree_flatten_with_keys(self) -> Any:
         """Return arrays with their names, in the order of layers, and static data."""
@@ -175,7 +179,7 @@ def layers_of(model: Any, x: Any, call: Call | None = None, at: At = None) -> La
         model, _ = with_marks(model, READER)
     outputs = Layers({})
 
-    def apply(model: Any, example: Any) -> Any:
+    def apply(model, example):
         nonlocal outputs
         outputs = _named_outputs(function(model, example), has_names=has_names)
         return outputs
@@ -240,7 +244,7 @@ def _named_outputs(outputs: Any, *, has_names: bool = False) -> Layers:
         return outputs if isinstance(outputs, Layers) else Layers(outputs)
 
     # The state of a model is no output.
-    def is_state(node: Any) -> bool:
+    def is_state(node):
         return isinstance(node, eqx.nn.State)
 
     pairs, _ = jax.tree_util.tree_flatten_with_path(outputs, is_leaf=is_state)
@@ -260,6 +264,7 @@ def _named_outputs(outputs: Any, *, has_names: bool = False) -> Layers:
 def names_at(at: At, layers: Mapping[str, Any]) -> list[str]:
     """Return the names of `layers` that `at` selects, in their order."""
     if callable(at):
+        check_call("at", at, ["name", "shape"])
         selected = [name for name, array in layers.items() if at(name, array.shape)]
         if not selected:
             fail("at", "be True for at least one layer", "none of them")
@@ -292,6 +297,7 @@ def representations(model: Any, inputs: Any, at: At = None, *, call: Call | None
             and shape of one example to a boolean. By default hidden layers and outputs. `at` also
             finds values that modules of an Equinox model return: "blocks[3].attn()", and "norm():2"
             for a second call, or "cell()[0]" for one of several arrays. `layer_shapes` lists all.
+            Values of modules that are called in a `while` loop or a `cond` are not among them.
         call: Function from model and example to outputs, as in `rewrites.neuron_groups`.
 
     Returns:
@@ -363,7 +369,7 @@ def member_representations(
     return over_members(models, inputs)
 
 
-class LayerShapes(dict[str, jax.ShapeDtypeStruct]):
+class LayerShapes(ByName):
     """Shapes and dtypes of the layers of one example by name, printed as a table."""
 
     def __repr__(self) -> str:
@@ -381,6 +387,8 @@ class LayerShapes(dict[str, jax.ShapeDtypeStruct]):
 @validated
 def layer_shapes(model: Any, example: Any, *, call: Call | None = None) -> LayerShapes:
     """Return shapes and dtypes of all layers that `representations` finds, without computing them.
+
+    Modules that are called in a `while` loop or a `cond` are not among them.
 
     Args:
         model: See `representations`.

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
-from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -19,64 +18,63 @@ MAX_NAMES = 16
 MAX_LETTERS = 22
 """Largest number of letters of a name along an axis."""
 
-Table = Float[np.ndarray, "rows columns"]
+NAMES = ("values", "estimate", "low", "high", "baseline")
+"""Names of tables, as those of `Similarities`."""
+
+SMALL_BIAS = 0.005
+"""Largest difference of values and estimates that a figure does not show."""
 
 
 class Tables(NamedTuple):
     """Tables of one measure between two networks.
 
     Attributes:
-        estimate: Values of all pairs of layers, without their bias.
-        low: Lower ends of intervals, or None.
-        high: Upper ends of intervals, or None.
-        chance: Values by chance, or None.
+        arrays: Tables by `NAMES`; "values" at least.
         rows: Names of the layers of the first network.
         columns: Names of the layers of the second network.
         measure: Name of the measure.
         larger_is_closer: False for a distance.
         networks: Names of both networks.
-        values: Values with the bias that `chance` has, or None if it is small.
     """
 
-    estimate: Table
-    low: Table | None
-    high: Table | None
-    chance: Table | None
+    arrays: dict[str, np.ndarray]
     rows: Sequence[str]
     columns: Sequence[str]
     measure: str
     larger_is_closer: bool
-    networks: tuple[str, str] = ("A", "B")
-    values: Table | None = None
+    networks: Sequence[str] = ("A", "B")
+
+    @property
+    def estimate(self) -> np.ndarray:
+        """Return values of all pairs of layers, without their bias if it is known."""
+        return self.arrays.get("estimate", self.arrays["values"])
+
+    @property
+    def is_biased(self) -> bool:
+        """Return True if values have a bias that a figure shows, as those by chance have it."""
+        values = self.arrays["values"]
+        return not np.allclose(self.estimate, values, atol=SMALL_BIAS, equal_nan=True)
 
     def transposed(self) -> "Tables":
         """Return the tables with both networks exchanged."""
-        transposes = {}
-        for name in ("estimate", "low", "high", "chance", "values"):
-            table = getattr(self, name)
-            if table is not None:
-                transposes[name] = table.T
-        second_first = (self.networks[1], self.networks[0])
         return self._replace(
-            rows=self.columns, columns=self.rows, networks=second_first, **transposes
+            arrays={name: array.T for name, array in self.arrays.items()},
+            rows=self.columns,
+            columns=self.rows,
+            networks=self.networks[::-1],
         )
 
-    def best(self) -> Int[np.ndarray, " rows"]:
-        """Return the column of the best match of each row, see `best_matches`."""
-        return best_matches(self.estimate, larger_is_closer=self.larger_is_closer)
+    def best(self) -> np.ndarray:
+        """Return the column with the closest value of each row, -1 for rows without values.
 
-
-def best_matches(table: Table, *, larger_is_closer: bool) -> Int[np.ndarray, " rows"]:
-    """Return the column with the closest value of each row, -1 for rows without values.
-
-    Of values that differ by rounding the first column is returned.
-    """
-    sign = 1.0 if larger_is_closer else -1.0
-    closeness = np.where(np.isfinite(table), sign * table, -np.inf)
-    closest = closeness.max(1, keepdims=True)
-    rounding = ROUNDINGS * np.finfo(np.float32).eps * np.abs(closest)
-    columns = np.argmax(closeness >= closest - rounding, 1)
-    return np.where(np.isfinite(closest[:, 0]), columns, -1)
+        Of values that differ by rounding the first column is returned.
+        """
+        sign = 1.0 if self.larger_is_closer else -1.0
+        closeness = np.where(np.isfinite(self.estimate), sign * self.estimate, -np.inf)
+        closest = closeness.max(1, keepdims=True)
+        rounding = ROUNDINGS * np.finfo(np.float32).eps * np.abs(closest)
+        columns = np.argmax(closeness >= closest - rounding, 1)
+        return np.where(np.isfinite(closest[:, 0]), columns, -1)
 
 
 def draw_matches(tables: Tables) -> Figure:
@@ -97,28 +95,25 @@ def draw_matches(tables: Tables) -> Figure:
 def _matrix(panel: Axes, tables: Tables) -> None:
     """Draw values of all pairs, with dots and squares on the best matches of rows and columns."""
     estimate = tables.estimate
-    low = 0.0
-    high = 1.0
+    limits = (0.0, 1.0)
     if not tables.larger_is_closer or np.nanmin(estimate, initial=0) < -1:
-        low = np.nanmin(estimate, initial=np.inf)
-        high = np.nanmax(estimate, initial=-np.inf)
+        limits = (np.nanmin(estimate, initial=np.inf), np.nanmax(estimate, initial=-np.inf))
     colors = "viridis" if tables.larger_is_closer else "viridis_r"
-    image = panel.imshow(estimate, vmin=low, vmax=high, cmap=colors, aspect="auto")
+    image = panel.imshow(estimate, cmap=colors, aspect="auto", clim=limits)
     panel.tick_params(length=0)
     panel.figure.colorbar(image, ax=panel, shrink=0.8, pad=0.02)
 
     size = float(np.clip(60 / max(estimate.shape), 0.8, 4))
-    style: dict[str, Any] = {"linestyle": "none", "clip_on": False}
     best = tables.best()
     rows = np.flatnonzero(best >= 0)
-    dot: dict[str, Any] = {"marker": "o", "markerfacecolor": "white", "markeredgecolor": "black"}
+    style: dict[str, Any] = {"linestyle": "none", "clip_on": False}
+    dot: dict[str, Any] = {"marker": "o", "color": "black", "markerfacecolor": "white"}
     panel.plot(best[rows], rows, markersize=size, markeredgewidth=0.4, **dot, **style)
     best_of_columns = tables.transposed().best()
     columns = np.flatnonzero(best_of_columns >= 0)
-    square: dict[str, Any] = {"marker": "s", "markerfacecolor": "none", "markeredgecolor": "red"}
-    edge = 0.2 * size
-    markers = {"markersize": 2.4 * size, "markeredgewidth": edge}
-    panel.plot(columns, best_of_columns[columns], **markers, **square, **style)
+    square: dict[str, Any] = {"marker": "s", "color": "red", "markerfacecolor": "none"}
+    square |= {"markersize": 2.4 * size, "markeredgewidth": 0.2 * size}
+    panel.plot(columns, best_of_columns[columns], **square, **style)
     _name_ticks(panel, tables.columns, vertical=False)
     _name_ticks(panel, tables.rows, vertical=True)
     panel.set(xlabel=tables.networks[1], ylabel=tables.networks[0])
@@ -129,28 +124,25 @@ def _matches(panel: Axes, tables: Tables) -> None:
     """Draw the best match of each row with its interval and chance value."""
     best = tables.best()
     rows = np.flatnonzero(best >= 0)
-    pairs = (rows, best[rows])
-    estimate = tables.estimate[pairs]
-    color = plotting.color(0)
+    of_match = {name: array[rows, best[rows]] for name, array in tables.arrays.items()}
+    estimate = tables.estimate[rows, best[rows]]
     bars = None
     label = "best match"
-    if tables.low is not None and tables.high is not None:
-        below = np.maximum(estimate - tables.low[pairs], 0)
-        above = np.maximum(tables.high[pairs] - estimate, 0)
-        bars = np.stack([below, above])
+    if "low" in of_match:
+        ends = [estimate - of_match["low"], of_match["high"] - estimate]
+        bars = np.maximum(ends, 0)
         label = "best match, 90 % interval"
-    line: dict[str, Any] = {"color": color, "markersize": 1.6, "elinewidth": 0.7}
+    line: dict[str, Any] = {"color": plotting.color(0), "markersize": 1.6, "elinewidth": 0.7}
     panel.errorbar(rows, estimate, bars, fmt="o", capsize=1.5, label=label, **line)
-    if tables.values is not None:
+    if tables.is_biased:
         style: dict[str, Any] = {"markerfacecolor": "none", "markersize": 3, "color": "0.3"}
-        panel.plot(rows, tables.values[pairs], "o", label="with bias", **style)
-    if tables.chance is not None:
-        chance = tables.chance[pairs]
-        panel.plot(rows, chance, "_", color="0.3", markersize=5, label="chance")
+        panel.plot(rows, of_match["values"], "o", label="with bias", **style)
+    if "baseline" in of_match:
+        panel.plot(rows, of_match["baseline"], "_", color="0.3", markersize=5, label="chance")
     panel.set_xlim(-0.6, len(tables.rows) - 0.4)
     _name_ticks(panel, tables.rows, vertical=False)
-    first, second = tables.networks
-    panel.set_title(f"layers of {shortened(first)} in {shortened(second)}")
+    first, second = map(shortened, tables.networks)
+    panel.set_title(f"layers of {first} in {second}")
     panel.set_ylabel(plotting.title_of(tables.measure))
 
 

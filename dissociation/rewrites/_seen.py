@@ -135,7 +135,7 @@ class _Watch(Walk):
         loop_marks = marks[:num_consts] + [None] * (len(values) - num_consts)
         axes: list[tuple[int, ...]] = []
 
-        def body(operands: list[Any], _: Array) -> tuple[list[Any], list[Array]]:
+        def body(operands, _):
             watch = _Watch(self.shape)
             outputs = watch.run(program.jaxpr, program.consts, operands, loop_marks)
             axes[:] = watch.axes

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 from scipy import stats
 
 from dissociation._core.checks import (
@@ -464,11 +464,13 @@ def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float)
 
 def largest_p_values(
     measure: Measure,
-    values: Float[np.ndarray, "items others"],
-    draws: Float[np.ndarray, "orders items others"],
-    is_tested: Bool[np.ndarray, "items others"],
-) -> Float[np.ndarray, "items others"]:
+    values: np.ndarray,
+    draws: np.ndarray,
+    is_tested: np.ndarray,
+) -> np.ndarray:
     """Return p-values corrected for the number of tested pairs, NaN for the others.
+
+    Tables are [items, others], and `draws` [orders, items, others].
 
     In each order the statistic is the largest over pairs of the value less its mean over orders,
     divided by its deviation. p = (1 + hits) / (1 + orders), where ties are hits.

@@ -139,30 +139,26 @@ class Similarities(Result):
     def plot(self) -> "Figure":
         """Return a figure of the table and of the best match of each item, both ways.
 
-        Dots mark the best match of each row, and squares that of each column. Items of one set are
-        not matched with themselves.
+        Dots mark the best match of each row, and squares that of each column. In a
+        symmetric table of one set, items are not matched with themselves.
         """
         from dissociation.plotting import _matches as drawing  # matplotlib takes a second
         from dissociation.plotting._axes import house_style
 
-        optional = {}
-        values = self.values if self.estimate is None else self.estimate
-        fields = {"estimate": values, "low": self.low, "high": self.high, "chance": self.baseline}
-        if self.estimate is not None:
-            fields["values"] = self.values
-        for name, table in fields.items():
-            optional[name] = None
+        arrays = {}
+        for name in drawing.NAMES:
+            table = getattr(self, name)
             if table is not None:
-                optional[name] = np.atleast_2d(np.array(table, float))
-        if self.items == self.others:
-            np.fill_diagonal(optional["estimate"], np.nan)
+                arrays[name] = np.atleast_2d(np.array(table, float))
+                if self.counts_once:
+                    np.fill_diagonal(arrays[name], np.nan)
         listed = MEASURES.get(self.measure)
         tables = drawing.Tables(
-            rows=_titles(self.items),
-            columns=_titles(self.others),
-            measure=self.measure,
+            arrays,
+            _titles(self.items),
+            _titles(self.others),
+            self.measure,
             larger_is_closer=listed is None or listed.larger_is_closer,
-            **optional,
         )
         with house_style():
             return drawing.draw_matches(tables)
@@ -252,54 +248,6 @@ class _Samples(NamedTuple):
         return None
 
 
-class _Null(NamedTuple):
-    """Orders of samples for tests and for values by chance."""
-
-    log_numbers: np.ndarray  # logarithms of numbers of orders that differ, of each pair; or 0
-    orders: np.ndarray | None = None  # [orders, n]
-    are_all: bool = False  # True if the orders are all that differ
-    too_few: bool = False  # True if too few orders exchange groups
-    has_baseline: bool = False  # True if the orders give values by chance
-    has_all_tests: bool = False  # True if the orders give the p-values of all pairs
-
-
-def _null(
-    form: Form,
-    sets: Sequence[Items],
-    samples: _Samples,
-    num_orders: int | None,
-    key: Any,
-    *,
-    tests: bool,
-    baseline: bool,
-) -> _Null:
-    """Return the orders of samples that tests and values by chance need."""
-    # Moments hold for exchangeable samples.
-    by_moments = form.gram is not None and samples.are_exchangeable
-    units = units_of(samples.number, samples.repeats, samples.num_positions, samples.groups)
-    log_numbers = np.zeros(())
-    if tests and by_moments and inference.FEWEST <= samples.number <= inference.MOST:
-        log_numbers = inference.log_orders(sets, units)
-    is_few = log_numbers < np.log(inference.FEWEST_ORDERS)
-    has_all_tests = tests and bool(is_few.all())
-    tests = tests and bool(is_few.any())
-    has_baseline = baseline and (form.expected is None or not samples.are_exchangeable)
-    if not tests and not has_baseline:
-        return _Null(log_numbers)
-
-    # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
-    count = 5 if samples.are_exchangeable else 20
-    if tests:
-        count = 199
-    if num_orders is not None:
-        count = check_count("num_orders", num_orders, minimum=1)
-    if key is None:
-        key = jax.random.key(0)
-    too_few = samples.groups is not None and inference.warn_few_exchanges(units)
-    orders, are_all = inference.orders_of(sets, key, count, units, blocks=samples.blocks)
-    return _Null(log_numbers, orders, are_all, too_few, has_baseline, has_all_tests)
-
-
 @validated
 def pairwise(
     representations: Representations,
@@ -384,8 +332,6 @@ def pairwise(
         others,
         baseline=baseline,
         p_values=p_values,
-        num_orders=num_orders,
-        key=key,
         num_blocks=num_blocks,
         blocks=blocks,
         groups=groups,
@@ -395,7 +341,12 @@ def pairwise(
         members=members,
         options=options,
     )
-    step_tables = comparison.tables(comparison.steps(), memory_budget, progress)
+    comparison = comparison.with_orders(num_orders, key)
+    steps = comparison.steps()
+    step_tables: dict[str, list[np.ndarray]] = {task: [] for task, _ in steps}
+    tables_of_steps = comparison.tables(steps, budget=memory_budget, progress=progress)
+    for (task, _), table in zip(steps, tables_of_steps, strict=True):
+        step_tables[task].append(table)
     return concluded(comparison, step_tables, outputs, memory_budget)
 
 
@@ -406,12 +357,18 @@ class Comparison(NamedTuple):
     form: Form
     first: Items
     second: Items
-    number: int  # rows
+    samples: _Samples
     subsets: list[np.ndarray]  # rows without each block, [choices, remaining]
-    null: _Null
     tests: bool
     baseline: bool
     level: float
+    # Logarithms of numbers of orders that differ, of each pair; or 0.
+    log_numbers: np.ndarray = np.zeros(())
+    orders: np.ndarray | None = None  # for tests and for values by chance, [orders, n]
+    are_all: bool = False  # True if the orders are all that differ
+    too_few: bool = False  # True if too few orders exchange groups
+    has_baseline: bool = False  # True if the orders give values by chance
+    has_all_tests: bool = False  # True if the orders give the p-values of all pairs
 
     @property
     def sets(self) -> list[Items]:
@@ -420,29 +377,48 @@ class Comparison(NamedTuple):
             return [self.first]
         return [self.first, self.second]
 
+    def with_orders(self, num_orders: int | None, key: Any) -> "Comparison":
+        """Return the comparison with the orders of samples that tests and values by chance need."""
+        samples = self.samples
+        is_exchangeable = samples.are_exchangeable
+        units = units_of(samples.number, samples.repeats, samples.num_positions, samples.groups)
+        log_numbers = np.zeros(())
+        # Moments hold for exchangeable samples.
+        has_moments = self.form.gram is not None and is_exchangeable
+        if self.tests and has_moments and inference.FEWEST <= samples.number <= inference.MOST:
+            log_numbers = inference.log_orders(self.sets, units)
+        is_few = log_numbers < np.log(inference.FEWEST_ORDERS)
+        tests = self.tests and bool(is_few.any())
+        comparison = self._replace(
+            log_numbers=log_numbers,
+            has_all_tests=self.tests and bool(is_few.all()),
+            has_baseline=self.baseline and (self.form.expected is None or not is_exchangeable),
+        )
+        if not tests and not comparison.has_baseline:
+            return comparison
+
+        # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
+        count = 5 if is_exchangeable else 20
+        if tests:
+            count = 199
+        if num_orders is not None:
+            count = check_count("num_orders", num_orders, minimum=1)
+        if key is None:
+            key = jax.random.key(0)
+        too_few = samples.groups is not None and inference.warn_few_exchanges(units)
+        orders, are_all = inference.orders_of(self.sets, key, count, units, blocks=samples.blocks)
+        return comparison._replace(orders=orders, are_all=are_all, too_few=too_few)
+
     def steps(self) -> list[Step]:
         """Return all samples, the orders, and the samples without each block, as `tables` does."""
         steps: list[Step] = [("all", None)]
-        if self.null.orders is not None:
-            steps.append(("orders", self.null.orders))
+        if self.orders is not None:
+            steps.append(("orders", self.orders))
         return [*steps, *(("blocks", rows) for rows in self.subsets)]
 
-    def tables(
-        self,
-        steps: Sequence[Step],
-        budget: int | None = None,
-        progress: str | MeterFactory | None = None,
-    ) -> list[np.ndarray]:
+    def tables(self, steps: Sequence[Step], **options: Any) -> list[np.ndarray]:
         """Return the tables of steps, see `tables`."""
-        return tables(
-            self.measure,
-            self.form,
-            self.first,
-            self.second,
-            steps,
-            budget=budget,
-            progress=progress,
-        )
+        return tables(self.measure, self.form, self.first, self.second, steps, **options)
 
 
 def planned(
@@ -450,10 +426,9 @@ def planned(
     measure: Any,
     others: Any,
     *,
+    names: tuple[str, str] = ("x", "y"),
     baseline: bool,
     p_values: bool | None,
-    num_orders: int | None,
-    key: Any,
     num_blocks: int | str | None,
     blocks: str,
     groups: Any,
@@ -463,17 +438,17 @@ def planned(
     members: bool | None,
     options: Mapping[str, Any],
 ) -> Comparison:
-    """Return the comparison of `pairwise` after checks of its arguments."""
+    """Return the comparison of `pairwise` after checks of its arguments, without orders."""
     check_level(level)
     measure = as_measure(measure)
     form = measure.with_options(**options)
     read = partial(as_items, members=members, positions=positions, channels=channels)
     is_within = others is None
-    first = read("representations" if is_within else "x", representations)
+    first = read("representations" if is_within else names[0], representations)
     second = first
     sets = [first]
     if not is_within:
-        second = read("y", others)
+        second = read(names[1], others)
         sets = [first, second]
     number = check_sets(sets, measure)
     num_positions = max(items.num_positions for items in sets)
@@ -491,44 +466,44 @@ def planned(
     _warn_dropped(form, sets)
 
     tests = is_pair if p_values is None else p_values
-    null = _null(form, sets, samples, num_orders, key, tests=tests, baseline=baseline)
-    return Comparison(measure, form, first, second, number, subsets, null, tests, baseline, level)
+    return Comparison(measure, form, first, second, samples, subsets, tests, baseline, level)
 
 
 def concluded(
     comparison: Comparison,
-    step_tables: Sequence[np.ndarray],
+    step_tables: Mapping[str, list[np.ndarray]],
     outputs: str | None = None,
     memory_budget: int | None = None,
 ) -> Similarities:
-    """Return the result of a comparison from the tables of its steps."""
+    """Return the result of a comparison from the tables of its steps by task."""
     measure = comparison.measure
-    null = comparison.null
     first = comparison.first
     second = comparison.second
     sets = comparison.sets
-    (values, *expected), *by_step = step_tables
+    values, *expected = step_tables["all"][0]
+    number = comparison.samples.number
     draws = None
-    if null.orders is not None:
-        draws = by_step.pop(0)
-        if null.too_few:
+    if comparison.orders is not None:
+        draws = np.concatenate(step_tables["orders"])
+        if comparison.too_few:
             draws = np.full_like(draws, np.nan)
 
     fields: dict[str, Any] = dict.fromkeys(("estimate", "standard_error", "low", "high"))
     if comparison.subsets:
+        leave_outs = np.concatenate(step_tables["blocks"])
         fields = _intervals(
-            measure, values, by_step, comparison.subsets, comparison.number, comparison.level
+            measure, values, leave_outs, comparison.subsets, number, comparison.level
         )
     fields["values"] = values
     fields["baseline"] = None
     if comparison.baseline:
-        fields["baseline"] = _by_chance(values, expected, draws, null)
+        fields["baseline"] = _by_chance(values, expected, draws, comparison)
     counts_once = len(sets) == 1 and measure.symmetric
     p_value = None
     family_p_value = None
     if comparison.tests:
-        p_value = _p_values(measure, comparison.form, sets, values, draws, null.log_numbers)
-        if null.has_all_tests and draws is not None:
+        p_value = _p_values(measure, comparison.form, sets, values, draws, comparison.log_numbers)
+        if comparison.has_all_tests and draws is not None:
             is_tested = np.isfinite(p_value)
             if counts_once:
                 is_tested = np.triu(is_tested)
@@ -549,7 +524,7 @@ def concluded(
         items=tuple(first.labels),
         others=tuple(second.labels),
         measure=measure.name,
-        num_samples=comparison.number,
+        num_samples=number,
         counts_once=counts_once,
     )
 
@@ -557,14 +532,13 @@ def concluded(
 def _intervals(
     measure: Measure,
     values: np.ndarray,
-    leave_outs: Sequence[np.ndarray],
+    leave_outs: np.ndarray,
     subsets: Sequence[np.ndarray],
     number: int,
     level: float,
 ) -> dict[str, Any]:
     """Return the fields of jackknife intervals by name, with a warning of large biases."""
-    joined = np.concatenate(leave_outs)
-    quantile = inference.students_quantile(level, len(joined))
+    quantile = inference.students_quantile(level, len(leave_outs))
     fractions = []
     for rows in subsets:
         fraction = 1 - rows.shape[1] / number
@@ -573,7 +547,7 @@ def _intervals(
     unbias = measure.population
     with np.errstate(all="ignore"):
         interval = inference.interval(
-            values, joined, quantile, measure.range, unbias, np, fractions
+            values, leave_outs, quantile, measure.range, unbias, np, fractions
         )
     if unbias:
         _warn_biased(measure, values, interval)
@@ -582,11 +556,11 @@ def _intervals(
     return fields
 
 
-def _by_chance(values: np.ndarray, expected: Any, draws: Any, null: _Null) -> np.ndarray:
+def _by_chance(values: np.ndarray, expected: Any, draws: Any, comparison: Comparison) -> np.ndarray:
     """Return the means over orders of samples, from draws or exactly."""
-    if not null.has_baseline:
+    if not comparison.has_baseline:
         return np.where(np.isnan(values), np.nan, expected[0])
-    if null.are_all:
+    if comparison.are_all:
         draws = [*draws, values]
     return np.mean(draws, 0)
 

@@ -87,7 +87,7 @@ def _read_batch(number: int, batch: Any) -> list[Any]:
     return arrays
 
 
-def _point_of(array: Any) -> np.ndarray:
+def point_of(array: Any) -> np.ndarray:
     """Return a point near all samples: their mean, in a dtype that holds differences from it."""
     mean = np.mean(np.asarray(array, np.float64), 0)
     return mean.astype(np.result_type(np.asarray(array[:0]).dtype, np.float32))
@@ -116,7 +116,7 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
     for number, batch in enumerate(batches):
         arrays = _read_batch(number, batch)
         if not points:
-            points = [_point_of(array) for array in arrays]
+            points = [point_of(array) for array in arrays]
         shapes = [array.shape for array in arrays]
         if not shapes or shapes != [(shapes[0][0], point.size) for point in points]:
             requirement = (
@@ -150,30 +150,24 @@ def _is_on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray) or {d.platform for d in array.devices()} == {"cpu"}
 
 
+def augmented(arrays: Any, points: Any, dtype: np.dtype, xp: Any) -> Any:
+    """Return z of x - `points` for each sample, as in `JointMoments.sums`, [n, z]."""
+    blocks = [(x - point[None]).astype(dtype) for x, point in zip(arrays, points, strict=True)]
+    lengths = [xp.sum(block**2, 1, keepdims=True) for block in blocks]
+    return xp.concatenate([xp.ones_like(lengths[0]), *blocks, *lengths], 1)
+
+
 def _sums_on_host(arrays: list[Any], points: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
     """Return sum z z^T of x - `points`, as `JointMoments.sums`."""
-    num_features = sum(point.size for point in points)
-    z = np.empty((len(arrays[0]), 1 + num_features + len(points)), dtype)
-    z[:, 0] = 1.0
-    start = 1
-    for index, (array, point) in enumerate(zip(arrays, points, strict=True)):
-        block = z[:, start : start + point.size]
-        np.subtract(np.asarray(array), point, out=block, casting="same_kind")
-        np.einsum("np,np->n", block, block, out=z[:, 1 + num_features + index])
-        start += point.size
     with np.errstate(over="ignore", invalid="ignore"):
+        z = augmented(map(np.asarray, arrays), points, dtype, np)
         return z.T @ z  # NumPy computes one half of a product with the transpose
 
 
 @partial(jax.jit, static_argnums=2)
 def _sums_on_device(arrays: list[Array], points: list[Array], dtype: np.dtype) -> Array:
     """Return what `_sums_on_host` returns."""
-    blocks = [
-        (array - point[None]).astype(dtype) for array, point in zip(arrays, points, strict=True)
-    ]
-    lengths = [jnp.sum(block**2, 1, keepdims=True) for block in blocks]
-    ones = jnp.ones_like(lengths[0])
-    z = jnp.concatenate([ones, *blocks, *lengths], 1)
+    z = augmented(arrays, points, dtype, jnp)
     return product(z.T, z)
 
 

@@ -264,36 +264,26 @@ def _assembled(
     return assembled
 
 
-def _blocks_of(steps: Sequence[Step], number: int) -> list[np.ndarray]:
-    """Return the rows that each choice of the steps "blocks" leaves out."""
-    blocks = []
-    for task, choices in steps:
-        if task == "blocks":
-            for rows in choices:
-                is_left_out = np.ones(number, bool)
-                is_left_out[rows] = False
-                blocks.append(np.flatnonzero(is_left_out))
-    return blocks
-
-
 def _without_blocks(
-    leave_outs: Any, first: Items, second: Items, steps: Sequence[Step], widths: list[int]
+    leave_outs: Any, arrays: list[Array], first: Items, second: Items, steps: Sequence[Step]
 ) -> Iterator[np.ndarray] | None:
     """Return the tables without each block, or None if the direct way is quicker."""
-    number = first.number
-    blocks = _blocks_of(steps, number)
-    num_pairs = len(first.labels) * len(second.labels)
-    num_items = len(first.labels) + len(second.labels)
-    over_features = len(blocks) * (num_items * max(widths) + num_pairs * min(widths))
+    remaining = [rows for task, choices in steps if task == "blocks" for rows in choices]
+    num_items = sum(map(len, arrays))
+    num_rows = len(first.labels)
+    num_columns = len(second.labels)
+    num_pairs = num_rows * num_columns
+    widths = [array.shape[2] for array in arrays]
+    over_features = len(remaining) * (num_items * max(widths) + num_pairs * min(widths))
     # Of one pair the direct way takes less to compile.
-    if num_pairs == 1 or number * num_items >= over_features:
+    is_quick = num_pairs == 1 or first.number * num_items >= over_features
+    if leave_outs is None or is_quick:
         return None
-    others = None if first is second else second.arrays
-    tables_of_stacks = leave_outs(first.arrays, others, blocks)
+    of_stacks = leave_outs(arrays, remaining)[:, :num_rows, -num_columns:]
+    ordered = np.empty_like(of_stacks)
     rows = np.concatenate(first.indices)
     columns = np.concatenate(second.indices)
-    ordered = np.empty_like(tables_of_stacks)
-    ordered[(slice(None), *np.ix_(rows, columns))] = tables_of_stacks
+    ordered[(slice(None), *np.ix_(rows, columns))] = of_stacks
     return iter(ordered)
 
 
@@ -337,9 +327,7 @@ def tables(
     symmetric = measure.symmetric and is_within
     table = partial(_assembled, form, rows, columns, labels, symmetric)
 
-    without_blocks = None
-    if leave_outs is not None:
-        without_blocks = _without_blocks(leave_outs, first, second, steps, widths)
+    without_blocks = _without_blocks(leave_outs, arrays, first, second, steps)
 
     num_done = 0
     results = []

@@ -19,7 +19,7 @@ from dissociation.models import (
 )
 from dissociation.models._module_values import with_marks
 from dissociation.models._program import called
-from dissociation.similarity import compare, pairwise
+from dissociation.similarity import pairwise
 
 pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
 
@@ -146,14 +146,12 @@ def test_values_in_a_scan_equal_a_forward_pass_by_hand(precise):
 
 def test_iterations_are_layers_of_their_own(scanned):
     layers = representations(scanned, TOKENS, "blocks.first()")
-    assert list(layers.unrolled()) == [f"blocks.first() {index}" for index in range(3)]
-    options = {"positions": "neurons", "baseline": False}
-    table = pairwise(layers, "linear_cka", **options)
-    first, last = (layers["blocks.first()"][:, index] for index in (0, 2))
-    options |= {"num_blocks": None, "p_values": False, "members": False}
-    pair = compare(first, last, "linear_cka", **options)
-    value = table.between("blocks.first() 0", "blocks.first() 2")
-    np.testing.assert_allclose(value, pair.values, atol=1e-6)
+    names = [f"blocks.first() {index}" for index in range(3)]
+    for index, (name, array) in enumerate(layers.unrolled().items()):
+        assert name == names[index]
+        np.testing.assert_array_equal(array, layers["blocks.first()"][:, index])
+    table = pairwise(layers, "linear_cka", positions="neurons", baseline=False)
+    assert [name for name, _ in table.items] == names
 
 
 def test_dictionaries_of_inputs_and_several_outputs():
@@ -161,18 +159,13 @@ def test_dictionaries_of_inputs_and_several_outputs():
     layers = representations(model, BATCH)
     assert list(layers) == ["embed", "layer", "layer:2", "outputs.pooled", "outputs.tokens"]
     # The axes of an inner `vmap` are in front, wherever the model has them.
-    values = representations(model, BATCH, "layer():*")
-    assert list(values) == ["layer():2"]
-    np.testing.assert_allclose(
-        values["layer():2"], layers["layer"] @ model.layer.weight.T, atol=1e-6
-    )
-    first = representations(model, BATCH, "layer()")["layer()"]
-    np.testing.assert_allclose(first, layers["embed"] @ model.layer.weight.T, atol=1e-6)
+    values = representations(model, BATCH, "layer()*")
+    for layer, (name, value) in zip(("embed", "layer"), values.items(), strict=True):
+        assert name == {"embed": "layer()", "layer": "layer():2"}[layer]
+        np.testing.assert_allclose(value, layers[layer] @ model.layer.weight.T, atol=1e-6)
     pair = representations(lambda xs: (xs[0] @ xs[1], xs[1]), (np.ones((4, 3)), np.ones((4, 3))))
-    assert {name: array.shape for name, array in pair.items()} == {
-        "outputs[0]": (4,),
-        "outputs[1]": (4, 3),
-    }
+    shapes = {name: array.shape for name, array in pair.items()}
+    assert shapes == {"outputs[0]": (4,), "outputs[1]": (4, 3)}
 
 
 MODELS = {
@@ -225,6 +218,12 @@ def test_names_select_layers_and_unknown_ones_raise_with_the_nearest():
     with pytest.raises(ValueError, match=f"`at` must name layers, of which {nearest}") as error:
         representations(model, x, ["logits", "layer[1]()"])
     assert str(error.value).count("', '") == 4
+    with pytest.raises(TypeError, match=r"`at` must take 2 arguments \(name, shape\)"):
+        representations(model, x, lambda name: True)
+    with pytest.raises(KeyError, match="must be one of 'layers.0...', .*, got 'layer'"):
+        layer_shapes(model, x[0])["layer"]
+    with pytest.raises(TypeError, match=r"shape {'id': \(6,\)} .*, got an error: 'ids'"):
+        representations(Encoder(jax.random.key(0)), {"id": TOKENS})
     with pytest.raises(ValueError, match="`at` must hold at least one pattern, got none"):
         representations(model, x, [])
     with pytest.raises(ValueError, match="`at` must be True for at least one layer, got none"):
@@ -242,14 +241,10 @@ def test_layer_shapes_compute_nothing_and_a_second_call_compiles_nothing(scanned
 
 def test_members_and_calls_that_close_over_values():
     make = eqx.filter_vmap(lambda key: LINEAR(4, 3, key=key))
-    models, x, factor = make(jax.random.split(jax.random.key(0), 2)), np.ones((4, 4)), [1.0]
-
-    def call(m, x):
-        return m(factor[0] * x)
-
-    for factor[0] in (1.0, 2.0):  # a cached program would hold the first
-        layers = member_representations(models, x, "logits", call=call)
-        expected = factor[0] * x @ np.swapaxes(models.weight, 1, 2)
+    models, x = make(jax.random.split(jax.random.key(0), 2)), np.ones((4, 4))
+    for factor in (1.0, 2.0):  # a cached program would hold the first
+        layers = member_representations(models, x, "logits", call=lambda m, x: m(factor * x))  # noqa: B023
+        expected = factor * x @ np.swapaxes(models.weight, 1, 2)
         np.testing.assert_allclose(layers["logits"], expected, rtol=1e-5)
 
 
@@ -298,12 +293,15 @@ def test_the_gradient_by_a_scale_equals_the_finite_difference(precise):
 def test_names_stay_in_a_model_with_interventions():
     model, x = eqx.nn.MLP(4, 3, 5, 2, key=jax.random.key(0)), np.ones((2, 4), np.float32)
     patched = intervene(model, {"layers[1]()": lambda value: 2 * value})
-    assert list(layer_shapes(patched, x[0])) == list(layer_shapes(model, x[0]))
     value = representations(patched, x, "layers[2]()")["layers[2]()"]
     np.testing.assert_array_equal(value, jax.vmap(patched)(x))
-    stateful = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="batch", mode="ema")
-    with pytest.raises(TypeError, match="get one example: it holds the state, got 2 arguments"):
-        intervene(stateful, {})(x[0], stateful[1])
+
+
+def test_dropout_is_left_out_of_both():
+    model = eqx.nn.Sequential([LINEAR(4, 3), eqx.nn.Dropout(0.5)])
+    layers = representations(model, np.ones((2, 4), np.float32))
+    patched = intervene(model, {"layers[0]()": lambda value: 2 * value})
+    np.testing.assert_allclose(patched(np.ones(4, np.float32)), 2 * layers["logits"][0], rtol=1e-6)
 
 
 def test_wrong_interventions_are_refused():
@@ -312,6 +310,8 @@ def test_wrong_interventions_are_refused():
         intervene(model, {"layer[1]()": jnp.tanh})
     with pytest.raises(TypeError, match=r"`functions\['layers\[1\]\(\)'\]` must be a function"):
         intervene(model, {"layers[1]()": 3})
+    with pytest.raises(TypeError, match=r"must take 1 arguments \(value\), got \(\)"):
+        intervene(model, {"layers[1]()": lambda: None})
     with pytest.raises(TypeError, match="must return an array, got None"):
         intervene(model, {"layers[1]()": lambda value: None})(x)
     for name, function, message in (

@@ -176,11 +176,10 @@ def test_gpt2_of_hugging_face(tmp_path):
 def test_names_shapes_and_kinds_must_fit(tmp_path):
     model = [eqx.nn.Conv1d(2, 3, 1, key=KEY), np.zeros(2, int), KEY]
     arrays = {"0.weight": drawn(3, 2), "0.bias": drawn(3)}
-    path = tmp_path / "a.safetensors"
 
     def load(changes, rename=None, **options):
-        save_file(arrays | changes, path)
-        return load_state(model, path, rename, **options)
+        save_file(arrays | changes, tmp_path / "a.safetensors")
+        return load_state(model, tmp_path / "a.safetensors", rename, **options)
 
     loaded = load({"1": np.array([3, 4])})
     np.testing.assert_array_equal(loaded[0].weight[..., 0], arrays["0.weight"])
@@ -201,26 +200,17 @@ def test_names_shapes_and_kinds_must_fit(tmp_path):
 
 
 def test_arrays_take_the_dtype_of_the_model(tmp_path):
-    values = drawn(3)
-    half = values.astype(ml_dtypes.bfloat16)
-    save_file({"a": half, "b": half, "c": values}, tmp_path / "a.safetensors")
-    model = {"a": jnp.zeros(3), "b": jnp.zeros(3, jnp.bfloat16), "c": jnp.zeros(3, jnp.bfloat16)}
-    with pytest.warns(RuntimeWarning, match="lose digits .*: c from float32 to bfloat16.$"):
-        loaded = load_state(model, tmp_path / "a.safetensors")
-    for name in model:
-        assert loaded[name].dtype == model[name].dtype
-        np.testing.assert_array_equal(loaded[name], half.astype(loaded[name].dtype))
-
-
-@pytest.mark.parametrize(("value", "dtype"), [(1e6, jnp.float16), (1e300, jnp.float32)])
-def test_numbers_that_overflow_are_refused(tmp_path, value, dtype):
-    np.savez(tmp_path / "a.npz", a=np.array([1.0, value, np.inf]))
-    with pytest.raises(ValueError, match=r"hold numbers that fit float\d\d as a, got 1e\+\d+"):
-        load_state({"a": jnp.zeros(3, dtype)}, tmp_path / "a.npz")
-    np.savez(tmp_path / "b.npz", a=np.array([1.0, -np.inf]))  # infinite before
-    with pytest.warns(RuntimeWarning, match="lose digits"):
-        loaded = load_state({"a": jnp.zeros(2, dtype)}, tmp_path / "b.npz")
-    np.testing.assert_array_equal(loaded["a"], [1, -np.inf])
+    path = tmp_path / "a.safetensors"
+    half = drawn(3).astype(ml_dtypes.bfloat16)
+    save_file({"a": half, "b": drawn(3)}, path)
+    model = {"a": jnp.zeros(3), "b": jnp.zeros(3, jnp.bfloat16)}
+    with pytest.warns(RuntimeWarning, match="lose digits .*: b from float32 to bfloat16.$"):
+        loaded = load_state(model, path)
+    assert [array.dtype for array in loaded.values()] == [np.float32, jnp.bfloat16]
+    np.testing.assert_array_equal(loaded["a"], half.astype(np.float32))
+    save_file({"a": np.array([1.0, 1e300, np.inf])}, path)
+    with pytest.raises(ValueError, match=r"hold numbers that fit float32 as a, got 1e\+300"):
+        load_state({"a": jnp.zeros(3)}, path)
 
 
 def test_a_file_is_never_whole_in_memory(tmp_path):
