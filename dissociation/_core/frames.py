@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,25 @@ from dissociation._core.columns import (
 _ROWS = "frame.reset_index(drop=True) counts rows as steps"
 
 
+class TabulatedRun(NamedTuple):
+    """States of one run of a frame, in the order of time."""
+
+    name: str
+    """Words for the run in messages."""
+    label: Any
+    """Label of the run, or None."""
+    states: np.ndarray
+    """[time, ...]."""
+    times: Any
+    """Index of times, or None."""
+    restarts: Callable[[], str]
+    """Function that returns advice for times that do not increase."""
+    clock: Any = None
+    """Name of the times, if the call gives it."""
+    without: str = "frame.reset_index(drop=True)"
+    """Words for the table without times."""
+
+
 def as_trajectories(name: str, value: Any, reading: Reading, *, is_single: bool) -> Any:
     """Return frames as arrays in order of time, one per run; other values unchanged."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -28,30 +48,20 @@ def as_trajectories(name: str, value: Any, reading: Reading, *, is_single: bool)
         )
     is_list = isinstance(value, (list, tuple))
     tables = list(value) if is_list else [value]
-    reading = _checked_names(reading)
+    reading = checked_names(reading)
     if not any(map(is_table, tables)):
         labels = {"time": reading.time, "run": reading.run, "columns": reading.columns}
         named = [argument for argument, label in labels.items() if label is not None]
         if named:
             fail(named[0], f"be None unless `{name}` is a frame", repr(labels[named[0]]))
         return value
-    orders = dict.fromkeys(_states(table, reading) for table in tables)
+    orders = dict.fromkeys(state_labels(table, reading) for table in tables)
     orders.pop((), None)  # of tables without labels
     if len(orders) > 1:
         words = " and ".join(str(list(order)) for order in orders)
         fail(name, "hold frames of the same columns in one order", words)
 
-    runs = []
-    time_steps = []
-    for i, table in enumerate(tables):
-        label = f"{name}[{i}]" if is_list else name
-        if not is_table(table):
-            runs.append(table)
-        elif hasattr(table, "dims"):
-            runs += _runs_of_dimensions(label, table, reading, is_list, time_steps)
-        else:
-            runs += _runs_of_rows(label, table, reading, time_steps)
-    _check_one_step(name, time_steps)
+    runs = _even_runs(name, tables, reading, is_list)
     if is_list:
         return runs
     if is_single and len(runs) > 1:
@@ -61,7 +71,24 @@ def as_trajectories(name: str, value: Any, reading: Reading, *, is_single: bool)
     return runs if is_split and not is_single else runs[0]
 
 
-def _checked_names(reading: Reading) -> Reading:
+def _even_runs(name: str, tables: list[Any], reading: Reading, is_list: bool) -> list[Any]:
+    """Return the states of all runs, or raise unless they have one even step."""
+    runs = []
+    time_steps = []
+    for i, table in enumerate(tables):
+        if not is_table(table):
+            runs.append(table)
+            continue
+        label = f"{name}[{i}]" if is_list else name
+        for run in tabulated_runs(label, table, reading, is_list):
+            if run.times is not None:
+                _check_steps(run, time_steps)
+            runs.append(run.states)
+    _check_one_step(name, time_steps)
+    return runs
+
+
+def checked_names(reading: Reading) -> Reading:
     """Return the reading, or raise unless it has names."""
     for argument in ("time", "run", "columns"):
         labels = getattr(reading, argument)
@@ -106,7 +133,7 @@ def is_table(value: Any) -> bool:
     return hasattr(value, "iloc") or (hasattr(value, "dims") and hasattr(value, "ndim"))
 
 
-def _states(table: Any, reading: Reading) -> tuple[Any, ...]:
+def state_labels(table: Any, reading: Reading) -> tuple[Any, ...]:
     """Return the labels of a table's states; empty without labels."""
     named = (reading.time, *reading.runs)
     if is_table(table) and hasattr(table, "dims"):
@@ -121,10 +148,15 @@ def _states(table: Any, reading: Reading) -> tuple[Any, ...]:
     return tuple(label for label in getattr(table, "columns", ()) if label not in named)
 
 
-def _runs_of_rows(
-    name: str, table: Any, reading: Reading, time_steps: list[Any]
-) -> list[np.ndarray]:
-    """Return the states of each run of a frame, [time, states]."""
+def tabulated_runs(name: str, table: Any, reading: Reading, is_listed: bool) -> list[TabulatedRun]:
+    """Return the runs of a frame or of an array of xarray, by their first rows."""
+    if hasattr(table, "dims"):
+        return _runs_of_dimensions(name, table, reading, is_listed)
+    return _runs_of_rows(name, table, reading)
+
+
+def _runs_of_rows(name: str, table: Any, reading: Reading) -> list[TabulatedRun]:
+    """Return the runs of a frame, with states [time, states]."""
     is_series = not hasattr(table, "columns")
     if is_series:
         table = table.to_frame()
@@ -139,23 +171,21 @@ def _runs_of_rows(
     run_of_row = run_of_row.reshape(-1)
     values = _numbers(name, table, reading, run_of_row if runs else None)
 
-    states = []
+    tabulated = []
     for run in np.argsort(first):
         rows = np.flatnonzero(run_of_row == run)
+        label = runs[0][rows[0]] if runs else None
+        words = f"{name}[{str(label)!r}]" if runs else name
+        times = None
         if time is not None:
-            label = f"[{str(runs[0][rows[0]])!r}]" if runs else ""
             if reading.time is not None:
                 order = np.asarray(time[rows].argsort(kind="stable"))
                 rows = rows[order]
-            _check_steps(
-                f"{name}{label}",
-                time[rows],
-                time_steps,
-                lambda: advice_on_restarts(table, reading),
-                reading.time,
-            )
-        states.append(values[rows, 0] if is_series else values[rows])
-    return states
+            times = time[rows]
+        states = values[rows, 0] if is_series else values[rows]
+        restarts = partial(advice_on_restarts, table, reading)
+        tabulated.append(TabulatedRun(words, label, states, times, restarts, reading.time))
+    return tabulated
 
 
 def _runs_and_time(name: str, table: Any, reading: Reading) -> tuple[list[Any], Any]:
@@ -248,13 +278,13 @@ def _check_coordinates(name: str, array: Any, time: Any) -> None:
 
 
 def _runs_of_dimensions(
-    name: str, array: Any, reading: Reading, is_listed: bool, time_steps: list[Any]
-) -> list[np.ndarray]:
-    """Return the states of each run of an array of xarray, [time, ...]."""
+    name: str, array: Any, reading: Reading, is_listed: bool
+) -> list[TabulatedRun]:
+    """Return the runs of an array of xarray, with states [time, ...]."""
     time = "time" if reading.time is None else reading.time
     frame = _with_coordinates(array, reading)
     if frame is not None:
-        return _runs_of_rows(name, frame, reading, time_steps)
+        return _runs_of_rows(name, frame, reading)
     for dim in (time, *reading.runs):
         if dim not in array.dims:
             advice = f"Pass time=, one of {array.dims}" if reading.takes_names else "Rename it"
@@ -271,14 +301,26 @@ def _runs_of_dimensions(
         fail(name, requirement, f"dimensions {array.dims}", advice)
     _check_coordinates(name, array, time)
 
+    times = None
     if time in array.indexes:
         if reading.time is not None:
             array = array.sortby(time)
-        without = f"array.drop_vars({time!r})"
-        restart = "array.sortby(...) puts rows in order"
-        _check_steps(name, array.indexes[time], time_steps, lambda: restart, time, without)
+        times = array.indexes[time]
     ordered = array.transpose(*reading.runs, time, ...).to_numpy()
-    return list(ordered.reshape(-1, *ordered.shape[num_runs:]))
+    tabulated = []
+    for index, states in enumerate(ordered.reshape(-1, *ordered.shape[num_runs:])):
+        label = index if reading.runs else None
+        run = TabulatedRun(
+            name,
+            label,
+            states,
+            times,
+            lambda: "array.sortby(...) puts rows in order",
+            time,
+            f"array.drop_vars({time!r})",
+        )
+        tabulated.append(run)
+    return tabulated
 
 
 def _numbers(name: str, table: Any, reading: Reading, run: np.ndarray | None) -> np.ndarray:
@@ -288,7 +330,7 @@ def _numbers(name: str, table: Any, reading: Reading, run: np.ndarray | None) ->
         fail("columns", f"be columns of `{name}`, of {list(table.columns)}", missing)
     states = table
     if table.columns.is_unique:
-        states = table[list(_states(table, reading))]
+        states = table[list(state_labels(table, reading))]
     if reading.columns is None:
         check_columns(name, states, reading=reading, full_table=table, run=run)
 
@@ -324,7 +366,7 @@ def check_columns(
 
     `columns_of_axis` has the labels and the name of the first argument with an axis.
     """
-    labels = _states(table, Reading())
+    labels = state_labels(table, Reading())
     if columns_of_axis is not None:
         first_labels, first_name = columns_of_axis.setdefault(axis, (labels, name))
         if labels != first_labels and set(labels) == set(first_labels):
@@ -366,59 +408,66 @@ def check_columns(
         )
 
 
-def _check_steps(
-    name: str,
-    index: Any,
-    time_steps: list[Any],
-    restarts: Callable[[], str],
-    column: Any = None,
-    without: str = "frame.reset_index(drop=True)",
-) -> None:
-    """Raise unless times increase in even steps, and append kind, mean and spread of the steps.
-
-    `restarts` returns advice for times that do not increase; `column` is the name of the times, if
-    the call gives it, and `without` the table without times.
-    """
+def rising_times(run: TabulatedRun) -> tuple[Any, np.ndarray]:
+    """Return the times of a run as an index and as numbers, or raise unless they increase."""
+    index = run.times
     if hasattr(index, "to_timestamp") and hasattr(index, "start_time"):
         index = index.to_timestamp()
     times = np.asarray(getattr(index, "asi8", index))
-    rows = f"{without} counts rows as steps"
-    if column is not None and without.startswith("frame"):
-        rows = f"without time={column!r}, and the states as columns=[...], rows are steps"
+    rows = _advice_on_rows(run)
     as_runs = f"If {index.name!r} labels runs, lagged_pairs(frame, run={index.name!r})"
     if times.dtype.kind not in "iuf":
         advice = f"Times take pandas.to_datetime; {rows}"
         if index.name is not None:
             advice = f"{as_runs}. {advice}"
-        fail_kind(name, "have an index of numbers or dates", f"one of {index.dtype}", advice)
-    if len(times) < 2:
-        return
+        fail_kind(run.name, "have an index of numbers or dates", f"one of {index.dtype}", advice)
 
     steps = np.diff(times.astype(float) if times.dtype.kind == "u" else times)
     if not (steps > 0).all():
         i = int(np.argmin(steps > 0))
-        advice = restarts()
+        advice = run.restarts()
         num_repeats = (steps == 0).sum() + 1 + (steps < 0).sum()
-        if column is None and index.name is not None and num_repeats >= len(times) / 2:
+        if run.clock is None and index.name is not None and num_repeats >= len(times) / 2:
             advice = as_runs
         fail(
-            name,
+            run.name,
             "have an index that increases",
             f"{index[i + 1]} after {index[i]}",
             f"{advice}; {rows}",
         )
+    return index, times
+
+
+def _advice_on_rows(run: TabulatedRun) -> str:
+    """Return the words that advise to count rows as steps."""
+    if run.clock is not None and run.without.startswith("frame"):
+        return f"without time={run.clock!r}, and the states as columns=[...], rows are steps"
+    return f"{run.without} counts rows as steps"
+
+
+def has_even_steps(index: Any, times: np.ndarray) -> bool:
+    """Return True if times have even steps, or those of a calendar, such as months."""
     with warnings.catch_warnings():  # pandas 3 warns that `inferred_freq` will change its type
         warnings.simplefilter("ignore")
-        is_calendar = getattr(index, "inferred_freq", None) is not None  # months are even, too
-    if not is_calendar and not are_even(times):
+        is_calendar = getattr(index, "inferred_freq", None) is not None
+    return is_calendar or are_even(times)
+
+
+def _check_steps(run: TabulatedRun, time_steps: list[Any]) -> None:
+    """Raise unless times increase in even steps, and append kind, mean and spread of the steps."""
+    index, times = rising_times(run)
+    if len(times) < 2:
+        return
+    steps = np.diff(times.astype(float) if times.dtype.kind == "u" else times)
+    if not has_even_steps(index, times):
         order = np.argsort(steps)
         i = int(order[-1])
         j = int(order[len(steps) // 2])
         fail(
-            name,
+            run.name,
             "have an index of even steps",
             f"{index[i + 1]} after {index[i]}, where {index[j + 1]} comes after {index[j]}",
-            f"Cut it at gaps into a list of trajectories, or fill them; {rows}",
+            f"Cut it at gaps into a list of trajectories, or fill them; {_advice_on_rows(run)}",
         )
 
     kind = "numbers"
