@@ -1,0 +1,133 @@
+"""Greedy start of sums of exponentials from a periodogram over rate and frequency."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from koopman._models._exponential_fit import Blocks, Limits, Samples, Solution, optimise, project
+from koopman._operators._numerics import positive_or_one
+
+_RATES = (0.0, -0.5, 0.5, -1.0, 1.0, -2.0, 2.0, -4.0, 4.0, -8.0, -16.0, -32.0, -64.0)
+"""Growth rates of the periodogram, per half of the longest run."""
+_FAST_STEPS = 30
+_MAX_STEPS = 500
+
+
+class Grid(eqx.Module):
+    """Grid of the periodogram.
+
+    Attributes:
+        cells: Cell of a fine grid of times for every row, [runs, time].
+        spacing: Length of a cell in scaled time.
+        num_cells: Number of cells.
+        num_frequencies: Number of frequencies, from 0 up.
+    """
+
+    cells: Int[Array, "runs time"]
+    spacing: Float[Array, ""]
+    num_cells: int = eqx.field(static=True)
+    num_frequencies: int = eqx.field(static=True)
+
+
+def periodogram(
+    samples: Samples, residual: Float[Array, "runs time d"], grid: Grid
+) -> tuple[Float[Array, "rates frequencies"], Float[Array, " rates"]]:
+    """Return the decrease of the squared error by one more pair, at every rate and frequency.
+
+    The second result is that by one real exponential. Amplitudes are of each run. Sums over times
+    are Fourier transforms on a fine grid.
+
+    References:
+        Scargle (1982), Studies in astronomical time series analysis II, appendix C.
+    """
+    rates = jnp.asarray(_RATES, residual.dtype)
+    width = residual.shape[2]
+
+    def of_run(rate: Array, states: Array, times: Array, weights: Array, cells: Array) -> Array:
+        exponent = jnp.where(weights > 0, rate * times, -jnp.inf)
+        largest = jnp.max(exponent)
+        decay = jnp.exp(exponent - jnp.where(jnp.isfinite(largest), largest, 0.0)) * weights
+        rows = jnp.concatenate([decay[:, None] * states, decay[:, None] ** 2], 1)
+        on_grid = jnp.zeros((grid.num_cells, width + 1), rows.dtype).at[cells].add(rows)
+        sums = jnp.fft.rfft(on_grid, axis=0)
+        frequencies = jnp.arange(grid.num_frequencies)
+        products = sums[frequencies, :width]
+        squares = sums[2 * frequencies, width]
+        energy = jnp.sum(decay**2)
+        cosine_square = energy + jnp.real(squares)
+        sine_square = energy - jnp.real(squares)
+        cosine_power = jnp.sum(jnp.real(products) ** 2, 1)
+        sine_power = jnp.sum(jnp.imag(products) ** 2, 1)
+        cross_power = jnp.sum(jnp.real(products) * jnp.imag(products), 1)
+        numerator = sine_square * cosine_power + cosine_square * sine_power
+        numerator = 2 * (numerator - 2 * jnp.imag(squares) * cross_power)
+        determinant = energy**2 - jnp.abs(squares) ** 2
+        is_regular = determinant > 1e-2 * energy**2
+        power = jnp.where(is_regular, numerator / positive_or_one(determinant), 0.0)
+        return power.at[0].set(cosine_power[0] / positive_or_one(energy))
+
+    def of_rate(rate: Array) -> Array:
+        powers = jax.vmap(of_run, (None, 0, 0, 0, 0))(
+            rate, residual, samples.times, samples.weights, grid.cells
+        )
+        return jnp.sum(powers, 0)
+
+    powers = lax.map(of_rate, rates)
+    return powers, powers[:, 0]
+
+
+@partial(jax.jit, static_argnames="num_leading")
+def start_and_fit(
+    samples: Samples, empty: Blocks, limits: Limits, grid: Grid, num_leading: int
+) -> Solution:
+    """Return the fit from a greedy start.
+
+    Every block starts at the peak of the periodogram of the residual of the others, after which
+    all are optimised. A second round searches again for every block and keeps what is better.
+    """
+    num_slots = empty.growth.shape[0]
+    num_blocks = jnp.sum(empty.is_active)
+    rates = jnp.asarray(_RATES, samples.states.dtype)
+    frequency_step = 2 * jnp.pi / (grid.num_cells * grid.spacing)
+    frequencies = frequency_step * jnp.arange(grid.num_frequencies)
+    slots = jnp.arange(num_slots)
+
+    def without(blocks: Blocks, index: Array) -> Blocks:
+        is_active = blocks.is_active & (slots != index)
+        return eqx.tree_at(lambda b: b.is_active, blocks, is_active)
+
+    def replaced(blocks: Blocks, index: Array) -> Blocks:
+        remaining = without(blocks, index)
+        projection = project(samples, remaining)
+        powers, real_powers = periodogram(samples, projection.residual[..., :num_leading], grid)
+        allowed = frequencies[None] < limits.frequency
+        powers = jnp.where(allowed, powers, -1.0)
+        single = powers.at[:, 1:].set(-1.0)
+        powers = jnp.where(blocks.is_pair[index], powers, single)
+        peak = jnp.argmax(powers)
+        rate = rates[peak // grid.num_frequencies]
+        frequency = frequencies[peak % grid.num_frequencies]
+        is_index = slots == index
+        growth = jnp.where(is_index, rate, blocks.growth)
+        curvature = jnp.where(is_index, frequency**2, blocks.curvature)
+        is_active = blocks.is_active | is_index
+        return Blocks(growth, curvature, is_active, blocks.is_pair)
+
+    def advance(number: Array, best: Solution) -> Solution:
+        index = number % jnp.maximum(num_blocks, 1)
+        is_last = number == 2 * num_blocks
+        candidate = lax.cond(is_last, lambda b, i: b, replaced, best.blocks, index)
+        num_steps = jnp.where(is_last, _MAX_STEPS, _FAST_STEPS)
+        solution = optimise(samples, candidate, limits, num_steps)
+        is_better = solution.projection.error < best.projection.error
+        is_taken = is_better | (number < num_blocks) | is_last
+        return jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), solution, best)
+
+    none = eqx.tree_at(lambda b: b.is_active, empty, jnp.zeros_like(empty.is_active))
+    first = Solution(none, project(samples, none), jnp.asarray(False))
+    return lax.fori_loop(0, 2 * num_blocks + 1, advance, first)
