@@ -7,11 +7,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.linalg import cho_solve
+from jax.scipy.linalg import cho_solve, solve_triangular
 from jaxtyping import Array, Complex, Float, Int
 
 from dissociation._core.linalg import product
+from koopman._operators._kernels import unshrinking
+from koopman._operators._numerics import ratio_or_zero
 from koopman._operators._pairs import AnyArray
+from koopman._operators._subspaces import Basis, leading_of
 
 MIN_BLOCKS = 20
 """Number of blocks below which there are no intervals."""
@@ -36,20 +39,23 @@ class Blocks(NamedTuple):
         """Return the number of blocks."""
         return len(self.tenths)
 
+    def padded_tenths(self, size: int) -> Int[np.ndarray, " size"]:
+        """Return the tenths, and 10 for blocks without pairs."""
+        return np.pad(self.tenths, (0, size - self.num_blocks), constant_values=TENTHS)
+
     def without(self, skipped: int) -> "Blocks":
         """Return the same blocks for pairs that start `skipped` times later in every run."""
         return Blocks([blocks[skipped:] for blocks in self.of_pair], self.tenths)
 
 
-def assign_blocks(num_pairs: Sequence[int], span: int = 1) -> Blocks:
+def assign_blocks(num_pairs: Sequence[int]) -> Blocks:
     """Return blocks of the pairs of runs.
 
     From 20 runs on they are runs, or groups of adjacent runs, 200 blocks at most. Otherwise they
-    are about 100 blocks of successive pairs, fewer if `span` is longer than a block.
+    are 100 blocks of successive pairs, fewer if there are fewer than 200 pairs.
 
     Args:
         num_pairs: Number of pairs of every run.
-        span: Number of successive pairs whose errors are correlated.
     """
     num_runs = len(num_pairs)
     total = sum(num_pairs)
@@ -60,8 +66,7 @@ def assign_blocks(num_pairs: Sequence[int], span: int = 1) -> Blocks:
         # Runs may be sorted, for example by a setting of the experiment.
         order = np.random.default_rng(0).permutation(num_blocks)
     else:
-        num_blocks = max(total // span, MIN_BLOCKS)
-        num_blocks = min(num_blocks, BLOCKS_OF_SERIES, max(total // 2, 1))
+        num_blocks = min(BLOCKS_OF_SERIES, max(total // 2, 1))
         of_pair = np.arange(total) * num_blocks // max(total, 1)
         order = np.arange(num_blocks)
     ends = np.cumsum(num_pairs)[:-1]
@@ -119,59 +124,44 @@ def _layout(blocks: Blocks, lengths: Sequence[int], lag: int) -> Layout:
     return tiles
 
 
-class BlockSums(NamedTuple):
-    """Sums of products of (1, x) with (1, x, y, o) over the pairs of every block.
-
-    Attributes:
-        ahead: Sums with y at the lag and o the observable, [blocks, 1 + R, 1 + 2 R + o].
-        later: Sums with y at twice the lag, where there is one: [blocks, 1 + R, 1 + 2 R].
-    """
-
-    ahead: Float[Array, "blocks x y"]
-    later: Float[Array, "blocks x z"]
-
-
 def block_sums(
     rows: Float[Array, "n R"],
     observable: Float[Array, "n o"],
     layout: Layout,
     lag: int | Array,
     num_blocks: int,
-) -> BlockSums:
-    """Return sums over the blocks of a layout, for rows of all times.
+    is_check: bool = False,
+) -> Float[Array, "lags blocks x y"]:
+    """Return sums of products of (1, x) with (1, x, y, o) over blocks, at the lag and at twice it.
 
     Args:
         rows: Features z, by run and time.
-        observable: Observable at the same times.
+        observable: Observable o at the same times.
         layout: Tiles of pairs.
-        lag: Steps from x to y.
+        lag: Steps from x to y and o.
         num_blocks: Static number of blocks.
+        is_check: If True, sums are at the lag alone.
     """
     last = rows.shape[0] - 1
     ones = jnp.ones((rows.shape[0], 1), rows.dtype)
     states = jnp.concatenate([ones, rows], 1)
+    targets = jnp.concatenate([rows, observable], 1)
     x = states[layout.rows]
-    ahead = jnp.minimum(layout.rows + lag, last)
-    later = jnp.minimum(layout.rows + 2 * lag, last)
-
-    def sums(target: Array, weights: Array) -> Array:
-        tiles = product(jnp.swapaxes(x * weights[..., None], 1, 2), target)
-        return jax.ops.segment_sum(tiles, layout.block, num_blocks)
-
-    targets = jnp.concatenate([x, rows[ahead], observable[ahead]], 2)
-    later_targets = jnp.concatenate([x, rows[later]], 2)
-    dtype = rows.dtype
-    return BlockSums(
-        sums(targets, layout.is_pair.astype(dtype)),
-        sums(later_targets, layout.has_later.astype(dtype)),
-    )
+    sums = []
+    for steps, is_used in ((lag, layout.is_pair), (2 * lag, layout.has_later)):
+        successors = jnp.minimum(layout.rows + steps, last)
+        y = jnp.concatenate([x, targets[successors]], 2)
+        weighted = x * is_used.astype(rows.dtype)[..., None]
+        tiles = product(jnp.swapaxes(weighted, 1, 2), y)
+        sums.append(jax.ops.segment_sum(tiles, layout.block, num_blocks))
+    return jnp.stack(sums[:1] if is_check else sums)
 
 
 class Replicates(NamedTuple):
-    """Operators of all blocks (replicate 0) and of all but one block (1 to `num_blocks`).
+    """Operators of all blocks (replicate 0), of all but one block (1 to `num_blocks`), of tenths.
 
-    Those of `eigenvalues` and `eigenvalues_later` beyond are padding. The forecast at lag s is
-    [1, (z - mean) U] T^(s-1) [mean_observable; D], T = [[1, drift], [0, K]].
+    Tenths of the data are the last ten replicates, others beyond `num_blocks` are padding. The
+    forecast at lag s is [1, (z - mean) U] T^(s-1) [mean_observable; D], T = [[1, drift], [0, K]].
 
     Attributes:
         mean: Means of z, zero without an intercept: [M, R].
@@ -181,8 +171,7 @@ class Replicates(NamedTuple):
         readout: D, [M, r, o].
         mean_observable: Mean of the observable, zero without an intercept: [M, o].
         eigenvalues: Eigenvalues at the lag, [M, r].
-        eigenvalues_later: Eigenvalues at twice the lag, [M, r].
-        eigenvalues_of_tenths: Eigenvalues at the lag of tenths of the data, [10, r].
+        eigenvalues_later: Eigenvalues at twice the lag, without tenths: [M - 10, r].
         num_blocks: Number of blocks.
     """
 
@@ -194,7 +183,6 @@ class Replicates(NamedTuple):
     mean_observable: Float[Array, "M o"]
     eigenvalues: Complex[np.ndarray, "M r"]
     eigenvalues_later: Complex[np.ndarray, "M r"]
-    eigenvalues_of_tenths: Complex[np.ndarray, "10 r"]
     num_blocks: int
 
 
@@ -210,6 +198,7 @@ def replicate(
     kind: str,
     rank: int | None,
     center: bool,
+    is_check: bool = False,
 ) -> Replicates:
     """Return the operators of all replicates, by one compiled program.
 
@@ -224,6 +213,8 @@ def replicate(
         kind: "ridge", "principal" or "reduced", the estimator.
         rank: Number of latent functions; None for all.
         center: If True, there is an intercept.
+        is_check: If True, neither tenths nor twice the lag are computed, which a check with twice
+            the delays does not need.
     """
     dtype = rows.dtype
     if observable is None:
@@ -232,137 +223,162 @@ def replicate(
     padding = ((0, num_missing), (0, 0))
     layout = _layout(blocks, lengths, lag)
     num_blocks = _padded_size(blocks.num_blocks)
-    weights = np.ones((1 + num_blocks + TENTHS, num_blocks))
-    deleted = np.arange(blocks.num_blocks)
-    weights[1 + deleted, deleted] = 0.0
-    for tenth in range(TENTHS):
-        weights[1 + num_blocks + tenth, deleted] = blocks.tenths == tenth
+    num_rows = 1 + num_blocks + TENTHS
     solution, values = _replicate(
         np.pad(np.asarray(rows), padding),
         np.pad(np.asarray(observable), padding),
         layout,
         lag,
-        weights.astype(dtype),
+        _picks(num_blocks, is_check),
+        (blocks.padded_tenths(num_blocks) == np.arange(TENTHS)[:, None]).astype(dtype),
         np.asarray(scale, dtype),
         np.asarray(alpha, dtype),
         kind=kind,
         rank=rank,
         center=center,
+        is_check=is_check,
     )
+    fields = [field[:num_rows] for field in solution]
     values = np.asarray(values)
-    later = 1 + num_blocks + TENTHS
-    return Replicates(
-        *solution,
-        values[: 1 + num_blocks],
-        values[later:],
-        values[1 + num_blocks : later],
-        blocks.num_blocks,
-    )
+    return Replicates(*fields, values[:num_rows], values[num_rows:], blocks.num_blocks)
 
 
-@partial(jax.jit, static_argnames=("kind", "rank", "center"))
+class Pick(NamedTuple):
+    """Sums of a replicate: number `total` of the totals, less those of a block.
+
+    Totals are those of all blocks at the lag and at twice the lag, and of ten tenths at the lag.
+    """
+
+    total: Int[AnyArray, "..."]
+    order: Int[AnyArray, "..."]  # 0 at the lag, 1 at twice the lag
+    block: Int[AnyArray, "..."]
+    is_deleted: Int[AnyArray, "..."]
+
+
+def _picks(num_blocks: int, is_check: bool) -> Pick:
+    """Return all blocks, all but one, and tenths; then at twice the lag all, and all but one."""
+    blocks = np.arange(1 + num_blocks)
+    zeros = np.zeros_like(blocks)
+    deleted = Pick(zeros, zeros, np.maximum(blocks - 1, 0), np.minimum(blocks, 1))
+    if is_check:
+        return deleted
+    tenths = np.arange(TENTHS)
+    no_block = np.zeros_like(tenths)
+    groups = [
+        deleted,
+        Pick(2 + tenths, no_block, no_block, no_block),
+        deleted._replace(total=zeros + 1, order=zeros + 1),
+    ]
+    return Pick(*map(np.concatenate, zip(*groups, strict=True)))
+
+
+@partial(jax.jit, static_argnames=("kind", "rank", "center", "is_check"))
 def _replicate(
     rows: Array,
     observable: Array,
     layout: Layout,
     lag: Array,
-    weights: Array,
+    picks: Pick,
+    is_tenth: Array,
     scale: Array,
     alpha: Array,
     kind: str,
     rank: int | None,
     center: bool,
+    is_check: bool,
 ) -> tuple[tuple[Array, ...], Array]:
-    """Return the fields of `Replicates`, and eigenvalues at the lag and then at twice the lag."""
-    num_replicates, num_blocks = weights.shape
-    sums = block_sums(rows, observable, layout, lag, num_blocks)
-    num_states = sums.later.shape[2]
-    # LAPACK's calls are stacked: several independent ones in a program may never return.
-    total = jnp.tensordot(weights, sums.ahead, 1, precision="highest")
-    weights_later = weights[: 1 + num_blocks]
-    total_later = jnp.tensordot(weights_later, sums.later, 1, precision="highest")
-    num_columns = sums.ahead.shape[2] - num_states
-    total_later = jnp.pad(total_later, ((0, 0), (0, 0), (0, num_columns)))
-    total = jnp.concatenate([total, total_later])
-
-    count = total[:, :1, :1]
-    total = total / jnp.where(count > 0, count, 1.0)
-    means = total[:, 0, 1:] * center
-    products = total[:, 1:, 1:]
+    """Return the fields of `Replicates` and the eigenvalues of all picks."""
+    sums = block_sums(rows, observable, layout, lag, is_tenth.shape[1], is_check)
+    tenths = jnp.tensordot(is_tenth, sums[0], 1, precision="highest")
+    totals = jnp.concatenate([jnp.sum(sums, 1), tenths])
     width = rows.shape[1]
-    mean = means[:, :width]
-    products = products - mean[:, :, None] * means[:, None, :]
-    square = products[:, :, :width]
-    cross = products[:, :, width:]
-    penalty = alpha / scale**2
-    if kind == "ridge":
-        project = jnp.broadcast_to(jnp.eye(width, dtype=rows.dtype), square.shape)
-        solution = _ridge(square, cross, penalty)
-    else:
-        rank = width if rank is None else rank
-        if kind == "principal":
-            project, shrinkage = _principal(square, scale, alpha, rank)
-        else:
-            project, shrinkage = _reduced(square, cross[:, :, :width], scale, alpha, rank)
-        projected = product(jnp.swapaxes(project, 1, 2), cross)
-        solution = product(_unshrinking(shrinkage), projected)
-    core = product(solution[:, :, :width], project)
-    values = jnp.linalg.eigvals(core) if jax.default_backend() == "cpu" else _on_host(core)
 
-    step = (means[:, width : 2 * width] - mean)[:, None]
-    drift = product(step, project)[:, 0]
-    fields = (mean, project, core, drift, solution[:, :, width:], means[:, 2 * width :])
-    return tuple(field[: 1 + num_blocks] for field in fields), values
+    def moments(pick: Pick) -> tuple[Array, Array, Array]:
+        """Return the means of x, y and o, C and C_xy."""
+        total = totals[pick.total] - pick.is_deleted * sums[pick.order, pick.block]
+        total = total / jnp.maximum(total[0, 0], 1.0)
+        means = total[0, 1:] * center
+        products = total[1:, 1:] - means[:width, None] * means[None]
+        return means, products[:, :width], products[:, width:]
+
+    units = scale[:, None] * scale
+    if kind == "principal":
+        _, square, _ = moments(jax.tree.map(lambda pick: pick[0], picks))
+        reference = leading_of(square * units, width)
+
+    def solve(pick: Pick) -> tuple[tuple[Array, ...], Array]:
+        means, square, cross = moments(pick)
+        mean = means[:width]
+        if kind == "ridge":
+            project = jnp.eye(width, dtype=rows.dtype)
+            solution = _ridge(square, cross, alpha / scale**2)
+        else:
+            if kind == "principal":
+                columns = _principal(square * units, reference, alpha, rank)
+            else:
+                columns = _reduced(square * units, cross[:, :width] * units, alpha, rank)
+            project = scale[:, None] * columns
+            penalty = alpha * product(columns.T, columns)
+            solution = product(unshrinking(penalty), product(project.T, cross))
+        core = product(solution[:, :width], project)
+        drift = product((means[width : 2 * width] - mean)[None], project)[0]
+        fields = (mean, project, core, drift, solution[:, width:], means[2 * width :])
+        return fields, _eigenvalues(core)
+
+    # Batches of LAPACK calls on a CPU wait for each other for ever when threads share its pool.
+    batch_size = None if jax.default_backend() == "cpu" else len(picks.block)
+    return jax.lax.map(solve, picks, batch_size=batch_size)
 
 
 def _ridge(square: Array, cross: Array, penalty: Array) -> Array:
     """Return F (C + P)^(-1) C_xy, F = I + B + B^2 + B^3 with B = (C + P)^(-1) P."""
-    factor = jnp.linalg.cholesky(square + jnp.diag(penalty)[None])
-    solve = jax.vmap(lambda root, target: cho_solve((root, True), target))
-    solution = solve(factor, cross)
+    factor = jnp.linalg.cholesky(square + jnp.diag(penalty))
+    solution = cho_solve((factor, True), cross)
     for _ in range(3):
-        solution = solve(factor, cross + penalty[None, :, None] * solution)
+        solution = cho_solve((factor, True), cross + penalty[:, None] * solution)
     return solution
 
 
-def _principal(square: Array, scale: Array, alpha: Array, rank: int) -> tuple[Array, Array]:
-    """Return U and alpha U^T U of the leading eigenvectors of C in units of the features."""
-    values, vectors = jnp.linalg.eigh(scale[:, None] * square * scale)
-    values = jnp.maximum(values[:, ::-1][:, :rank], 0.0)
-    vectors = vectors[:, :, ::-1][:, :, :rank]
-    power = values + alpha
-    gain = jnp.where(power > 0, jax.lax.rsqrt(power), 0.0)
-    project = scale[:, None] * vectors * gain[:, None]
-    shrinkage = alpha * gain**2
-    return project, shrinkage[:, :, None] * jnp.eye(rank, dtype=scale.dtype)
+def _principal(square: Array, reference: Basis, alpha: Array, rank: int | None) -> Array:
+    """Return U of the leading eigenvectors of C, near those of all blocks.
+
+    Corrections of first order, repeated, take a tenth of the time of a decomposition.
+    """
+    vectors = reference.vectors
+    values = reference.values
+    leading = vectors[:, :rank]
+    trailing = vectors[:, leading.shape[1] :]
+    gaps = values[None, : leading.shape[1]] - values[leading.shape[1] :, None]
+    inverse = ratio_or_zero(1.0, gaps, gaps > 0)
+
+    def correct(_: int, basis: Array) -> Array:
+        image = product(square, basis)
+        residual = image - product(basis, product(basis.T, image))
+        change = product(trailing, product(trailing.T, residual) * inverse)
+        return jnp.linalg.qr(basis + change)[0]
+
+    basis = jax.lax.fori_loop(0, 4, correct, leading)
+    small = product(basis.T, product(square, basis))
+    factor = jnp.linalg.cholesky(small + alpha * jnp.eye(small.shape[0], dtype=small.dtype))
+    return solve_triangular(factor, basis.T, lower=True).T
 
 
-def _reduced(
-    square: Array, cross: Array, scale: Array, alpha: Array, rank: int
-) -> tuple[Array, Array]:
-    """Return U and alpha U^T U of the leading left singular vectors of (C + alpha)^(-1/2) C_xy."""
-    whiten, _ = _principal(square, scale, alpha, scale.shape[0])
-    # Columns of y count in units of the features.
-    images = product(jnp.swapaxes(whiten, 1, 2), cross * scale)
-    _, vectors = jnp.linalg.eigh(product(images, jnp.swapaxes(images, 1, 2)))
-    project = product(whiten, vectors[:, :, ::-1][:, :, :rank])
-    columns = project / scale[:, None]
-    return project, alpha * product(jnp.swapaxes(columns, 1, 2), columns)
+def _reduced(square: Array, cross: Array, alpha: Array, rank: int | None) -> Array:
+    """Return U of the leading left singular vectors of (C + alpha I)^(-1/2) C_xy."""
+    factor = jnp.linalg.cholesky(square + alpha * jnp.eye(square.shape[0], dtype=square.dtype))
+    images = solve_triangular(factor, cross, lower=True)
+    _, vectors = jnp.linalg.eigh(product(images, images.T))
+    return solve_triangular(factor, vectors[:, ::-1][:, :rank], lower=True, trans=1)
 
 
-def _unshrinking(shrinkage: Array) -> Array:
-    """Return I + B + B^2 + B^3."""
-    eye = jnp.eye(shrinkage.shape[1], dtype=shrinkage.dtype)
-    factor = eye + shrinkage
-    return eye + product(shrinkage, eye + product(shrinkage, factor))
+def _eigenvalues(matrix: Array) -> Array:
+    """Return eigenvalues, by NumPy where the backend has none of general matrices."""
+    if jax.default_backend() == "cpu":
+        return jnp.linalg.eigvals(matrix)
+    dtype = jnp.result_type(matrix.dtype, jnp.complex64)
+    shape = jax.ShapeDtypeStruct(matrix.shape[:1], dtype)
 
+    def on_host(matrices: Array) -> np.ndarray:
+        return np.linalg.eigvals(np.asarray(matrices)).astype(dtype)
 
-def _on_host(matrices: Array) -> Array:
-    """Return eigenvalues by NumPy, where the backend has none of matrices that do not commute."""
-    dtype = jnp.result_type(matrices.dtype, jnp.complex64)
-    shape = jax.ShapeDtypeStruct(matrices.shape[:-1], dtype)
-
-    def values(batch: np.ndarray) -> np.ndarray:
-        return np.linalg.eigvals(np.asarray(batch)).astype(dtype)
-
-    return jax.pure_callback(values, shape, matrices, vmap_method="expand_dims")
+    return jax.pure_callback(on_host, shape, matrix, vmap_method="expand_dims")

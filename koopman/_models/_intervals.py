@@ -17,7 +17,7 @@ EXACT = 1e-6
 LENGTH_LIMIT = 3.0
 LAG_LIMIT = 2.5
 ZERO_LIMIT = 5.0
-DELAYS_LIMIT = 2.0
+DELAYS_LIMIT = 2.5
 CLUSTER_LIMIT = 0.05
 BIAS_SHARE = 0.2
 """Share of the difference between tenths and all data that is added to an interval."""
@@ -107,9 +107,9 @@ def rate_intervals(
         return Intervals(index, ends[0], ends[1], [reason] * len(index), undefined)
 
     deleted = _matched(eigenvalues, replicates.eigenvalues[1 : 1 + replicates.num_blocks])
-    tenths = _matched(eigenvalues, replicates.eigenvalues_of_tenths)[:, index]
+    tenths = _matched(eigenvalues, replicates.eigenvalues[-TENTHS:])[:, index]
     deleted = deleted[:, index]
-    error = _jackknife_error(deleted)
+    error = jackknife_error(deleted)
     rounding = np.finfo(eigenvalues.dtype).eps ** 0.5 / time
 
     ends = []
@@ -117,10 +117,10 @@ def rate_intervals(
     for centre, values, tenth_values in zip(
         _rates(reference, time), _rates(deleted, time), _rates(tenths, time), strict=True
     ):
-        deviation = _jackknife_error(values)
+        deviation = jackknife_error(values)
         shift = np.mean(tenth_values, 0) - centre
         spread = np.std(tenth_values, 0, ddof=1) / TENTHS**0.5
-        width = _quantile(values, level) * deviation + BIAS_SHARE * np.abs(shift)
+        width = student_quantile(values, level) * deviation + BIAS_SHARE * np.abs(shift)
         ends.append(np.stack([centre, centre - width, centre + width]))
         noise = np.maximum(np.maximum(deviation, spread), rounding)
         # A comparison with NaN is False.
@@ -137,11 +137,12 @@ def rate_intervals(
         "below the noise floor": np.abs(reference) < ZERO_LIMIT * error,
         "it drifts with the length of the data: record longer": is_biased,
         "twice the lag disagrees (noise, or features are missing): take more delays": (
-            _fails_at_twice_the_lag(eigenvalues, replicates, deleted, index, rounding * time)
+            _lag_excess(eigenvalues, replicates, deleted, index, rounding * time) > LAG_LIMIT
         ),
-        "twice the delays disagree: take more delays": _fails_with(
+        "twice the delays disagree: take more delays": _delays_excess(
             richer, eigenvalues, deleted, index, time, rounding
-        ),
+        )
+        > DELAYS_LIMIT,
     }
     reasons = []
     for mode in range(len(index)):
@@ -177,13 +178,15 @@ def _matched(
     return np.take_along_axis(values, nearest, 1)
 
 
-def _jackknife_error(values: np.ndarray) -> Float[np.ndarray, " modes"]:
+def jackknife_error(values: np.ndarray) -> Float[np.ndarray, " modes"]:
     """Return sqrt((N - 1) / N sum |g_j - mean|^2) over replicates, [N, modes]."""
     deviations = np.abs(values - np.mean(values, 0))
     return np.sqrt((len(values) - 1) * np.mean(deviations**2, 0))
 
 
-def _quantile(values: Float[np.ndarray, "N modes"], level: float) -> Float[np.ndarray, " modes"]:
+def student_quantile(
+    values: Float[np.ndarray, "N modes"], level: float
+) -> Float[np.ndarray, " modes"]:
     """Return Student's quantile, with degrees of freedom by the kurtosis of the replicates."""
     num_blocks = len(values)
     squares = (values - np.mean(values, 0)) ** 2
@@ -208,41 +211,41 @@ def _is_clustered(
     return np.mean(is_changed, 0) > CLUSTER_LIMIT
 
 
-def _fails_at_twice_the_lag(
+def _lag_excess(
     eigenvalues: Complex[np.ndarray, " r"],
     replicates: Replicates,
     deleted: Complex[np.ndarray, "N modes"],
     index: Int[np.ndarray, " modes"],
     rounding: float,
-) -> Bool[np.ndarray, " modes"]:
-    """Return True where log(lambda(2 lag) / lambda(lag)^2) / 2 exceeds its error."""
+) -> Float[np.ndarray, " modes"]:
+    """Return log(lambda(2 lag) / lambda(lag)^2) / 2 over its error, the larger component."""
     later = replicates.eigenvalues_later[: 1 + replicates.num_blocks]
     later = _matched(eigenvalues**2, later)[:, index]
     with np.errstate(divide="ignore", invalid="ignore"):
         differences = np.log(later[1:] / deleted**2) / 2
         difference = np.log(later[0] / eigenvalues[index] ** 2) / 2
-    fails = np.zeros(len(index), bool)
+    ratios = []
     for component in (np.real, np.imag):
-        error = np.maximum(_jackknife_error(component(differences)), rounding)
-        fails |= ~(np.abs(component(difference)) <= LAG_LIMIT * error)
-    return fails
+        error = np.maximum(jackknife_error(component(differences)), rounding)
+        ratios.append(np.abs(component(difference)) / error)
+    return np.max(ratios, 0)
 
 
-def _fails_with(
+def _delays_excess(
     richer: Replicates,
     eigenvalues: Complex[np.ndarray, " r"],
     deleted: Complex[np.ndarray, "N modes"],
     index: Int[np.ndarray, " modes"],
     time: float,
     rounding: float,
-) -> Bool[np.ndarray, " modes"]:
-    """Return True where rates of richer features differ by more than their error."""
+) -> Float[np.ndarray, " modes"]:
+    """Return differences of rates with richer features over their errors, the larger of two."""
     values = _matched(eigenvalues, richer.eigenvalues[: 1 + richer.num_blocks])[:, index]
     reference = eigenvalues[index]
-    fails = np.zeros(len(reference), bool)
+    ratios = []
     for richer_rates, centre, rates in zip(
         _rates(values, time), _rates(reference, time), _rates(deleted, time), strict=True
     ):
-        error = np.maximum(_jackknife_error(richer_rates[1:] - rates), rounding)
-        fails |= ~(np.abs(richer_rates[0] - centre) <= DELAYS_LIMIT * error)
-    return fails
+        error = np.maximum(jackknife_error(richer_rates[1:] - rates), rounding)
+        ratios.append(np.abs(richer_rates[0] - centre) / error)
+    return np.max(ratios, 0)
