@@ -22,11 +22,13 @@ class Samples(eqx.Module):
         states: States, zero where the weight is: [runs, time, d].
         times: Times about the middle of the run, from -1 to 1: [runs, time].
         weights: Weights of rows, 0 for rows that pad: [runs, time].
+        reach: Largest modulus of the times of a run, [runs].
     """
 
     states: Float[Array, "runs time d"]
     times: Float[Array, "runs time"]
     weights: Float[Array, "runs time"]
+    reach: Float[Array, " runs"]
 
 
 class Blocks(eqx.Module):
@@ -61,14 +63,12 @@ class Projection(NamedTuple):
     Attributes:
         residual: Weighted residual, [runs, time, d].
         amplitudes: Coefficients of the columns, [runs, columns, d].
-        columns: Columns of the weighted design matrix, [runs, time, columns].
         gradient: Half of the derivative of the squared error with its sign changed, [parameters].
         curvatures: Gauss and Newton's half of the second derivatives, [parameters, parameters].
     """
 
     residual: Float[Array, "runs time d"]
     amplitudes: Float[Array, "runs columns d"]
-    columns: Float[Array, "runs time columns"]
     gradient: Float[Array, " parameters"]
     curvatures: Float[Array, "parameters parameters"]
 
@@ -129,23 +129,22 @@ def _sinusoids(
     return factors, slopes
 
 
-def design(
-    blocks: Blocks, times: Float[Array, " time"], weights: Float[Array, " time"]
+def _design(
+    blocks: Blocks,
+    times: Float[Array, " time"],
+    weights: Float[Array, " time"],
+    reach: Float[Array, ""],
 ) -> tuple[Float[Array, "time blocks 2"], Float[Array, "2 time blocks 2"]]:
     """Return weighted columns of a run, and their derivatives by growth and by curvature.
 
-    Every exponential is scaled so that its largest value at a row with a weight is about 1.
+    The largest value of an exponential in the run is 1.
     """
     factors, slopes = _sinusoids(blocks.curvature, times[:, None])
     spread = jnp.where(blocks.curvature < -1, jnp.sqrt(jnp.abs(blocks.curvature)), 0.0)
     rates = jnp.stack([blocks.growth + spread, blocks.growth - spread], -1)
-    exponents = times[:, None, None] * rates[None]
-    is_row = (weights > 0)[:, None, None]
-    largest = jnp.max(jnp.where(is_row, exponents, -jnp.inf), 0, initial=-jnp.finfo(times.dtype).max)
-    largest = jnp.where(jnp.any(is_row), largest, 0.0)
-    decay = jnp.exp(jnp.where(is_row, exponents - largest[None], 0.0))
+    exponents = times[:, None, None] * rates[None] - reach * jnp.abs(rates)[None]
     is_column = jnp.stack([blocks.is_active, blocks.is_active & blocks.is_pair], -1)
-    scale = decay * weights[:, None, None] * is_column[None]
+    scale = jnp.exp(exponents) * weights[:, None, None] * is_column[None]
     columns = factors * scale
     slopes = slopes * scale * blocks.is_pair[None, :, None]
     return columns, jnp.stack([times[:, None, None] * columns, slopes])
@@ -162,7 +161,9 @@ def project(samples: Samples, blocks: Blocks) -> Projection:
         Kaufman (1975), A variable projection method for solving separable nonlinear least squares
         problems. Golub and Pereyra (2003), Separable nonlinear least squares, section 2.
     """
-    columns, slopes = jax.vmap(design, (None, 0, 0))(blocks, samples.times, samples.weights)
+    columns, slopes = jax.vmap(_design, (None, 0, 0, 0))(
+        blocks, samples.times, samples.weights, samples.reach
+    )
     num_runs, num_times, num_blocks, _ = columns.shape
     states = samples.states * samples.weights[..., None]
     columns = columns.reshape(num_runs, num_times, 2 * num_blocks)
@@ -189,14 +190,15 @@ def project(samples: Samples, blocks: Blocks) -> Projection:
     slope_products = product(slopes_t, slopes).reshape(*shape, *shape[1:])
     slope_states = product(slopes_t, residual).reshape(*shape, width)
     by_block = amplitudes.reshape(num_runs, num_blocks, 2, width)
-    squares = product(amplitudes, jnp.swapaxes(amplitudes, 1, 2)).reshape(*by_block.shape[:3], *shape[2:])
+    squares = product(amplitudes, jnp.swapaxes(amplitudes, 1, 2)).reshape(
+        *by_block.shape[:3], *shape[2:]
+    )
     curvatures = jnp.einsum("rkiuljv,riujv->kilj", slope_products, squares)
     gradient = jnp.einsum("rkiud,riud->ki", slope_states, by_block)
     num_parameters = 2 * num_blocks
     return Projection(
         residual,
         amplitudes,
-        columns,
         gradient.reshape(num_parameters),
         curvatures.reshape(num_parameters, num_parameters),
     )
@@ -218,7 +220,6 @@ class _Search(NamedTuple):
     blocks: Blocks
     projection: Projection
     damping: Float[Array, ""]
-    decrease: Float[Array, ""]
     has_converged: Bool[Array, ""]
     num_steps: Int[Array, ""]
 
@@ -269,9 +270,8 @@ def optimise(
 
         blocks = jax.tree.map(choose, moved, previous)
         projection = jax.tree.map(choose, candidate, projection)
-        return _Search(
-            blocks, projection, damping, decrease, has_converged, search.num_steps + 1
-        )
+        num_steps = search.num_steps + 1
+        return _Search(blocks, projection, damping, has_converged, num_steps)
 
     def is_running(search: _Search) -> Bool[Array, ""]:
         is_stuck = search.damping > 1e12
@@ -283,7 +283,6 @@ def optimise(
         blocks,
         project(samples, blocks),
         jnp.asarray(1e-2, dtype),
-        jnp.asarray(jnp.inf, dtype),
         jnp.asarray(False),
         jnp.asarray(0),
     )
