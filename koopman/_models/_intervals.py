@@ -21,6 +21,7 @@ DELAYS_LIMIT = 2.5
 CLUSTER_LIMIT = 0.05
 BIAS_SHARE = 0.2
 """Share of the difference between tenths and all data that is added to an interval."""
+_FAR = 1e100
 
 
 class Intervals(NamedTuple):
@@ -96,18 +97,18 @@ def rate_intervals(
     index = np.flatnonzero(np.imag(eigenvalues) >= 0)
     reference = eigenvalues[index]
     reason = few_pairs(num_pairs, num_latent, residual)
-    if replicates is None:
+    if not reason and replicates is None:
         reason = f"fewer than {MIN_BLOCKS} blocks: record longer, or more runs"
-    elif richer is None:
-        reason = reason or "runs too short for a check with twice the delays"
+    elif not reason and richer is None:
+        reason = "runs too short for a check with twice the delays"
     if reason or replicates is None or richer is None:
         undefined = np.full(len(index), np.nan)
         centre = _rates(reference, time)
         ends = [np.stack([values, undefined, undefined]) for values in centre]
         return Intervals(index, ends[0], ends[1], [reason] * len(index), undefined)
 
-    deleted = _matched(eigenvalues, replicates.eigenvalues[1 : 1 + replicates.num_blocks])
-    tenths = _matched(eigenvalues, replicates.eigenvalues[-TENTHS:])[:, index]
+    deleted = matched(eigenvalues, replicates.eigenvalues[1 : 1 + replicates.num_blocks])
+    tenths = matched(eigenvalues, replicates.eigenvalues[-TENTHS:])[:, index]
     deleted = deleted[:, index]
     error = jackknife_error(deleted)
     rounding = np.finfo(eigenvalues.dtype).eps ** 0.5 / time
@@ -160,21 +161,22 @@ def _rates(
     return growth, np.abs(np.angle(values)) / time
 
 
-def _matched(
+def matched(
     reference: Complex[np.ndarray, " r"], values: Complex[np.ndarray, "M k"]
 ) -> Complex[np.ndarray, "M r"]:
     """Return the values that a linear assignment on |lambda - lambda*| gives to the references.
 
-    Replicates that are not finite remain so.
+    Values that are not finite come last, and NaN stands for missing ones.
     """
+    num_missing = max(len(reference) - values.shape[1], 0)
+    values = np.pad(values, ((0, 0), (0, num_missing)), constant_values=np.nan)
     distances = np.abs(values[:, None] - reference[None, :, None])
+    distances = np.nan_to_num(distances, nan=_FAR, posinf=_FAR)
     nearest = np.argmin(distances, 2)
     # Nearest values that differ are the best assignment.
     is_repeated = np.any(np.diff(np.sort(nearest, 1), axis=1) == 0, 1)
     for replicate in np.flatnonzero(is_repeated):
-        table = distances[replicate]
-        if np.isfinite(table).all():
-            nearest[replicate] = linear_sum_assignment(table)[1]
+        nearest[replicate] = linear_sum_assignment(distances[replicate])[1]
     return np.take_along_axis(values, nearest, 1)
 
 
@@ -220,7 +222,7 @@ def _lag_excess(
 ) -> Float[np.ndarray, " modes"]:
     """Return log(lambda(2 lag) / lambda(lag)^2) / 2 over its error, the larger component."""
     later = replicates.eigenvalues_later[: 1 + replicates.num_blocks]
-    later = _matched(eigenvalues**2, later)[:, index]
+    later = matched(eigenvalues**2, later)[:, index]
     with np.errstate(divide="ignore", invalid="ignore"):
         differences = np.log(later[1:] / deleted**2) / 2
         difference = np.log(later[0] / eigenvalues[index] ** 2) / 2
@@ -240,7 +242,7 @@ def _delays_excess(
     rounding: float,
 ) -> Float[np.ndarray, " modes"]:
     """Return differences of rates with richer features over their errors, the larger of two."""
-    values = _matched(eigenvalues, richer.eigenvalues[: 1 + richer.num_blocks])[:, index]
+    values = matched(eigenvalues, richer.eigenvalues[: 1 + richer.num_blocks])[:, index]
     reference = eigenvalues[index]
     ratios = []
     for richer_rates, centre, rates in zip(
