@@ -93,12 +93,12 @@ class Exponentials(eqx.Module):
     columns: tuple[Any, ...] = eqx.field(static=True)
     unit: str = eqx.field(static=True)
     rank: int = eqx.field(static=True)
-    _trajectories: Trajectories
+    trajectories: Trajectories
     _problem: _Problem
     _modes: _Modes
     _entries: Int[np.ndarray, " modes"]
     _reasons: list[str]
-    _share: Float[np.ndarray, " modes"]
+    share: Float[np.ndarray, " modes"]
     _residuals: Float[np.ndarray, "rows d"]
     _has_intervals: bool
 
@@ -120,7 +120,7 @@ class Exponentials(eqx.Module):
         growth = _interval(rates.real, level)
         frequency = _interval(np.abs(rates.imag) / (2 * np.pi), level)
         frequency[1] = np.maximum(frequency[1], 0.0)
-        estimates = RateEstimates(*growth, *frequency, self._share, self._reasons)
+        estimates = RateEstimates(*growth, *frequency, self.share, self._reasons)
         return rates_dataset(estimates, self.unit, level)
 
     def summary(self) -> str:
@@ -174,7 +174,7 @@ class Exponentials(eqx.Module):
 
     def _times_of_runs(self, times: Any) -> Float[np.ndarray, "runs steps"]:
         """Return checked times for every run, NaN where a run has fewer."""
-        trajectories = self._trajectories
+        trajectories = self.trajectories
         num_runs = len(trajectories.runs)
         listed = list(times) if _is_per_run(times) else [times] * num_runs
         if len(listed) != num_runs:
@@ -191,7 +191,7 @@ class Exponentials(eqx.Module):
         self, arrays: dict[str, np.ndarray], run_times: Float[np.ndarray, "runs steps"]
     ) -> xarray.Dataset:
         """Return arrays [step, run, column] with their coordinates."""
-        trajectories = self._trajectories
+        trajectories = self.trajectories
         dims = ("step", "run", "column")
         variables = {name: (dims, values) for name, values in arrays.items()}
         times = as_coordinates(trajectories, run_times.T)
@@ -482,12 +482,12 @@ def _exponentials(
         columns=trajectories.columns,
         unit=trajectories.unit,
         rank=rank,
-        _trajectories=trajectories,
+        trajectories=trajectories,
         _problem=problem,
         _modes=modes,
         _entries=entries,
         _reasons=_reasons(modes, entries, problem.limits, has_converged),
-        _share=_shares(np.concatenate(contributions)),
+        share=_shares(np.concatenate(contributions)),
         _residuals=residuals * np.sqrt(num_numbers / num_free),
         _has_intervals=has_intervals,
     )
