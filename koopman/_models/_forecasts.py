@@ -6,10 +6,11 @@ import jax
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
-from scipy.special import ndtri, stdtrit
+from scipy.special import ndtri
 
 from dissociation._core.linalg import product
 from koopman._models._block_sums import Replicates
+from koopman._models._intervals import jackknife_error, student_quantile
 from koopman._models._lifting import StateBasis
 
 _FEWEST_ERRORS = 10
@@ -81,12 +82,9 @@ def bands(forecast: Forecast, level: float, basis: StateBasis | None) -> Bands:
     mean = _expanded(forecast.mean, basis)
     half_width = np.full(mean.shape, np.nan)
     if forecast.deleted is not None:
-        num_blocks = len(forecast.deleted)
-        quantile = stdtrit(num_blocks - 1, 0.5 + 0.5 * level)
         for step in range(len(mean)):
-            deviations = forecast.deleted[:, step] - forecast.deleted[:, step].mean(0)
-            squares = np.sum(_expanded(deviations, basis) ** 2, 0)
-            half_width[step] = quantile * np.sqrt((num_blocks - 1) / num_blocks * squares)
+            deleted = _expanded(forecast.deleted[:, step], basis)
+            half_width[step] = student_quantile(deleted, level) * jackknife_error(deleted)
     low = np.empty_like(mean)
     high = np.empty_like(mean)
     lower = upper = np.full(mean.shape[2], np.nan)

@@ -142,14 +142,9 @@ def with_eigenvalues(replicates: Replicates, systems: InputSystem, num_delays: i
     """Return replicates whose eigenvalues are those of the companion matrices."""
     matrices = companion(np.asarray(systems.coefficients), num_delays)
     values = np.linalg.eigvals(matrices)
-    num_tenths = len(replicates.eigenvalues_of_tenths)
-    first = len(values) - num_tenths
     # Twice the lag depends on inputs in between, so the check with it passes.
-    return replicates._replace(
-        eigenvalues=values[:first],
-        eigenvalues_later=values[:first] ** 2,
-        eigenvalues_of_tenths=values[first:],
-    )
+    num_later = len(replicates.eigenvalues_later)
+    return replicates._replace(eigenvalues=values, eigenvalues_later=values[:num_later] ** 2)
 
 
 @jax.jit

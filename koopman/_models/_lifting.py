@@ -215,26 +215,33 @@ def _mapped(features: Any, states: Array) -> Array:
 
 def has_levels(estimator: Estimator, width: int) -> bool:
     """Return True if a fit first divides columns by powers of two near their sizes."""
-    is_full = estimator.rank is None or estimator.inverts_all or estimator.size == width
-    return is_full and (estimator.alpha is None or float(estimator.alpha) == 0.0)
+    # The columns of the successors, which reduced rank regression compares, keep their units.
+    is_full = estimator.rank is None or estimator.size == width
+    return (
+        is_full
+        and not estimator.inverts_all
+        and (estimator.alpha is None or float(estimator.alpha) == 0.0)
+    )
 
 
 def column_levels(columns: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " d"]:
-    """Return powers of two near the sizes of columns; 1 for columns of zeros."""
+    """Return powers of two near the sizes of columns, as in `fit`; 1 for columns of zeros."""
     largest = np.abs(columns).max(0)
     return np.exp2(np.floor(np.log2(np.where(largest > 0, largest, 1.0))))
 
 
 def basis_of_states(
-    states: Float[np.ndarray, "n d"], is_levelled: bool
+    states: Float[np.ndarray, "n d"], lengths: Sequence[int], lag: int, is_levelled: bool
 ) -> tuple[StateBasis, Float[np.ndarray, "n c"]]:
     """Return a basis of wide states, and the coordinates of the states."""
     scale = np.ones(states.shape[1])
     if is_levelled:
-        mean = states.mean(0)
-        deviations = np.abs(states - mean).max(0)
+        predictors = states[pair_indices(lengths, lag)[0]]
+        mean = predictors.mean(0)
+        deviations = np.abs(predictors - mean).max(0)
         is_constant = deviations <= 4 * np.finfo(working_dtype()).eps * np.abs(mean)
-        scale = column_levels(np.where(is_constant, np.abs(mean), deviations)[None])
+        sizes = np.where(is_constant, np.abs(mean), deviations)
+        scale = column_levels(sizes[None] / len(predictors) ** 0.5)
     vectors, root = np.linalg.qr((states / scale).T)
     return StateBasis(scale, vectors), root.T
 
@@ -313,10 +320,14 @@ def lift_rows(
     levels = np.ones(rows.shape[1])
     is_free = kernel_map is None and recipe.state_basis is None
     if is_free and has_levels(recipe.estimator, rows.shape[1]):
-        levels = column_levels(centred)
+        levels = column_levels(centred / num_pairs**0.5)
         centred = centred / levels
+    trace = float(np.sum(squares / levels**2))
+    if recipe.estimator.inverts_all:
+        # Reduced rank regression weighs directions of the successors, too.
+        centred = rows - offset
     sizes, vectors = _directions(centred)
-    sizes = sizes / num_pairs**0.5
+    sizes = sizes / len(centred) ** 0.5
     is_retained = sizes > max(centred.shape) * eps * sizes[0]
     if not sizes[0] > 0:
         fail("trajectories", "hold states that vary", "constant ones alone")
@@ -335,7 +346,7 @@ def lift_rows(
         recipe.num_delays,
         recipe.state_shape,
     )
-    alpha = _alpha(recipe, float(np.sum(sizes**2)), min(num_pairs, rows.shape[1]))
+    alpha = _alpha(recipe, trace, min(num_pairs, rows.shape[1]))
     scaled = ((rows - offset) @ (basis / scale)).astype(dtype)
     return Lifted(lifting, scaled, scale, sizes, alpha, num_rows, recipe.lag, squares)
 

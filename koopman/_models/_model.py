@@ -11,7 +11,6 @@ import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import Array, Complex, Float, Int
-from scipy.special import stdtrit
 
 from dissociation._core.checks import (
     check_count,
@@ -34,7 +33,13 @@ from koopman._models._inputs import (
     spectrum_of,
     with_eigenvalues,
 )
-from koopman._models._intervals import Intervals, few_pairs, rate_intervals
+from koopman._models._intervals import (
+    Intervals,
+    few_pairs,
+    jackknife_error,
+    rate_intervals,
+    student_quantile,
+)
 from koopman._models._lifting import (
     Lifted,
     Lifting,
@@ -517,9 +522,9 @@ class KoopmanModel(eqx.Module):
             lifted = lift_rows(richer, series.features, list(series.lengths), series.inputs)
         blocks = blocks.without(skipped)
         if self.system is None:
-            return _replicated(lifted, richer, blocks, None)
+            return _replicated(lifted, richer, blocks, None, is_check=True)
         observed = delay_rows(series.features, list(series.lengths), 1, richer.span)[0]
-        replicates = _replicated(lifted, richer, blocks, observed)
+        replicates = _replicated(lifted, richer, blocks, observed, is_check=True)
         systems = replicated_systems(replicates, lifted, self.system)
         return with_eigenvalues(replicates, systems, richer.num_delays)
 
@@ -543,11 +548,12 @@ class KoopmanModel(eqx.Module):
             if meaning.input_columns and inputs is None and self.system is not None:
                 inputs = list(meaning.input_columns)
         else:
-            num_axes = 1 + max(len(self.recipe.state_shape), 1)
-            if np.ndim(trajectories) > num_axes and not isinstance(trajectories, list | tuple):
-                axis = 0
-            elif len(self.recipe.state_shape) > 1 and np.ndim(trajectories) == num_axes:
-                trajectories = [trajectories]
+            num_axes = 1 + len(self.recipe.state_shape)
+            if not isinstance(trajectories, list | tuple):
+                if np.ndim(trajectories) > num_axes:
+                    axis = 0
+                elif num_axes > 2:
+                    trajectories = [trajectories]
         read = read_trajectories(trajectories, reading, trajectory_axis=axis, inputs=inputs)
         if is_framed:
             check_columns("trajectories", read.columns, meaning.columns)
@@ -727,7 +733,7 @@ class KoopmanModel(eqx.Module):
             fields = []
             for name in ("coefficients", "intercept"):
                 deleted = np.asarray(getattr(systems, name))[is_deleted]
-                width = _half_width(deleted, level)
+                width = student_quantile(deleted, level) * jackknife_error(deleted)
                 fields.append(np.asarray(getattr(system, name)) + sign * width)
             ends[end] = InputSystem(*fields, system.readout, system.mean_observable)
         return ends
@@ -776,18 +782,12 @@ class KoopmanModel(eqx.Module):
             variables[name] = self._with_state_axes(("step", "run"), values)
         elapsed = ahead * self.recipe.lag * self.meaning.time_step
         read = Trajectories([], [], None, [], (), (), (), (), 1.0, "", self.meaning.has_dates)
-        times = starts.times
-        if len(np.unique(np.round(times, 9))) == 1:
-            axes = ("step",)
-            time = times[0] + elapsed
-        else:
-            axes = ("step", "run")
-            time = elapsed[:, None] + times
+        time = elapsed[:, None] + starts.times
         units = {} if self.meaning.has_dates else {"units": self.meaning.unit}
         coords = {
             "step": ahead,
             "run": starts.labels,
-            "time": (axes, as_coordinates(read, time), units),
+            "time": (("step", "run"), as_coordinates(read, time), units),
         }
         return _labelled(variables, coords | self._state_coordinates())
 
@@ -817,16 +817,12 @@ def remembered(model: KoopmanModel, name: str, compute: Callable[[], Any]) -> An
     return results[name]
 
 
-def _half_width(deleted: Float[np.ndarray, "N *k"], level: float) -> Float[np.ndarray, "*k"]:
-    """Return Student's quantile times the jackknife error."""
-    num_blocks = len(deleted)
-    squares = np.sum((deleted - deleted.mean(0)) ** 2, 0)
-    quantile = stdtrit(num_blocks - 1, 0.5 + 0.5 * level)
-    return quantile * np.sqrt((num_blocks - 1) / num_blocks * squares)
-
-
 def _replicated(
-    lifted: Lifted, recipe: Recipe, blocks: Any, observed: Float[np.ndarray, "rows o"] | None
+    lifted: Lifted,
+    recipe: Recipe,
+    blocks: Any,
+    observed: Float[np.ndarray, "rows o"] | None,
+    is_check: bool = False,
 ) -> Replicates:
     """Return replicates of an estimator on lifted rows."""
     if observed is not None:
@@ -842,6 +838,7 @@ def _replicated(
         kind=_KINDS[type(recipe.estimator)],
         rank=recipe.estimator.size,
         center=recipe.center,
+        is_check=is_check,
     )
 
 
@@ -944,6 +941,7 @@ def fit_model(
     >>> round(float(rates.frequency[0]), 3), rates.growth.attrs["units"]
     (0.048, '1/step')
     """
+    check_known("runs are read on the host", trajectories=trajectories, inputs=inputs)
     estimator = Ridge() if estimator is None else estimator
     center = kernel is None if center is None else center
     has_inputs = inputs is not None
@@ -967,7 +965,9 @@ def fit_model(
     state_basis = None
     observed = np.concatenate(cut.runs)
     if width > len(observed) and features is None and kernel is None:
-        state_basis, observed = basis_of_states(observed, has_levels(estimator, width))
+        lengths = list(map(len, cut.runs))
+        is_levelled = has_levels(estimator, width)
+        state_basis, observed = basis_of_states(observed, lengths, lag, is_levelled)
     recipe = Recipe(
         estimator,
         as_features(features),
