@@ -238,7 +238,8 @@ def replicate(
         center=center,
         is_check=is_check,
     )
-    fields = [field[:num_rows] for field in solution]
+    # NumPy slices: those of JAX would compile a program for each shape.
+    fields = [np.asarray(field)[:num_rows] for field in solution]
     values = np.asarray(values)
     return Replicates(*fields, values[:num_rows], values[num_rows:], blocks.num_blocks)
 

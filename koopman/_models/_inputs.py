@@ -133,9 +133,23 @@ def spectrum_of(system: InputSystem, num_delays: int, rows: Float[np.ndarray, "n
     states = rows[:, : len(matrix)]
     functions = (states - states.mean(0)) @ vectors
     covariance = functions.conj().T @ functions
+    return Spectrum(values, shapes, shares(covariance, shapes))
+
+
+def shares(
+    covariance: Complex[np.ndarray, "k k"], shapes: Complex[np.ndarray, "k o"]
+) -> Float[np.ndarray, " k"]:
+    """Return the fraction of the variance of the forecast of one lag of every mode.
+
+    It is Re E[conj(p_i) . p] / E|p|^2 of the modes p_i about their means and their sum p.
+
+    Args:
+        covariance: E[conj(psi_i) psi_j] of the eigenfunctions about their means.
+        shapes: Amplitudes of the modes.
+    """
     power = np.real(covariance * (shapes.conj() @ shapes.T)).sum(1)
     total = power.sum()
-    return Spectrum(values, shapes, power / (total if total > 0 else 1.0))
+    return power / (total if total > 0 else 1.0)
 
 
 def with_eigenvalues(replicates: Replicates, systems: InputSystem, num_delays: int) -> Replicates:

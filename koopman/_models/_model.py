@@ -29,6 +29,7 @@ from koopman._models._inputs import (
     input_system,
     refuse_singular,
     replicated_systems,
+    shares,
     simulate,
     spectrum_of,
     with_eigenvalues,
@@ -70,7 +71,7 @@ from koopman._operators._fit import fit
 from koopman._operators._forecast import predict
 from koopman._operators._kernels import Kernel, Operator, as_module
 from koopman._operators._pairs import Moments
-from koopman._operators._spectrum import decompose, modes
+from koopman._operators._spectrum import decompose
 
 _KINDS: dict[type, str] = {
     Ridge: "ridge",
@@ -337,8 +338,8 @@ class KoopmanModel(eqx.Module):
         read = self._read(trajectories, inputs)
         cut = cut_at_gaps(read, recipe.span + recipe.lag * int(ahead.min()))
         series = _series(cut, recipe)
-        rows = self._rows_of(series)
-        errors, changes = self._errors(series, rows, ahead)
+        forecasts = self._row_forecasts(series, self._rows_of(series), ahead)
+        errors, changes = self._differences(series, forecasts, ahead)
         arrays = {"error": errors, "persistence": changes}
         variables = {}
         for name, differences in arrays.items():
@@ -445,15 +446,16 @@ class KoopmanModel(eqx.Module):
             return _Spectrum(values, shapes, share, np.zeros(len(values), bool))
         assert self.latent_operator is not None
         eigensystem = decompose(self.latent_operator)
-        contributions = modes(self.latent_operator, spectrum=eigensystem)
+        operator = self.latent_operator
+        mean = np.asarray(operator.mean_latent)
+        covariance = np.asarray(operator.gram_x) - mean[:, None] * mean
+        right_vectors = np.asarray(eigensystem.right)
+        shapes = np.asarray(eigensystem.left).T @ np.asarray(operator.readout)
         # The mean square of an eigenfunction is 1, so that a constant has the squared mean 1.
-        mean = np.asarray(self.latent_operator.mean_latent) @ np.asarray(eigensystem.right)
-        return _Spectrum(
-            np.asarray(eigensystem.eigenvalues),
-            np.asarray(contributions.amplitudes),
-            np.asarray(contributions.share),
-            np.abs(mean) ** 2 > _CONSTANT,
-        )
+        is_constant = np.abs(mean @ right_vectors) ** 2 > _CONSTANT
+        covariance = right_vectors.conj().T @ covariance @ right_vectors
+        values = np.asarray(eigensystem.eigenvalues)
+        return _Spectrum(values, shapes, shares(covariance, shapes), is_constant)
 
     def _intervals(self, eigenvalues: Complex[np.ndarray, " r"], level: float) -> Intervals:
         lifted = self._lifted()
@@ -478,7 +480,18 @@ class KoopmanModel(eqx.Module):
 
     def _residual(self) -> float:
         """Return the root mean square of the one-step error over the spread of the states."""
-        errors, _ = self._errors(self.series, self._rows_of(self.series), np.asarray([1]))
+        ahead = np.asarray([1])
+        rows = self._rows_of(self.series)
+        if self.system is None:
+            # On the host, which compiles no program.
+            operator = self.latent_operator
+            encode: Any = operator.encode
+            latent = (rows - np.asarray(encode.offset)) @ np.asarray(encode.matrix)
+            forecasts = latent @ np.asarray(operator.readout) + np.asarray(operator.mean_observable)
+            forecasts = forecasts[None]
+        else:
+            forecasts = self._row_forecasts(self.series, rows, ahead)
+        errors, _ = self._differences(self.series, forecasts, ahead)
         observed = self._observed(self.series)
         spread = np.sqrt(np.mean((observed - observed.mean(0)) ** 2))
         return float(np.sqrt(np.mean(errors[0] ** 2)) / spread)
@@ -619,8 +632,10 @@ class KoopmanModel(eqx.Module):
         if inputs is not None:
             fail("inputs", "be None for a model without inputs", type(inputs).__name__)
         z = self._projected(starts.rows)
-        mean = self._advanced(z, ahead)
-        errors, _ = self._errors(series, rows, ahead)
+        # One program forecasts from the pasts and from all training rows.
+        values = self._advanced(np.concatenate([z, rows]), ahead)
+        mean = values[:, : len(z)]
+        errors, _ = self._differences(series, values[:, len(z) :], ahead)
         deleted = None
         if replicates is not None:
             scaled = padded(z / np.asarray(self.scale, z.dtype))
@@ -636,26 +651,29 @@ class KoopmanModel(eqx.Module):
         values = predict(self.latent_operator, padded(z), ahead)
         return np.asarray(values)[:, : len(z)]
 
-    def _errors(
+    def _row_forecasts(
         self, series: Series, rows: Float[np.ndarray, "rows k"], ahead: Int[np.ndarray, " t"]
+    ) -> Float[np.ndarray, "t rows o"]:
+        """Return forecasts of every step from all rows of series."""
+        if self.system is None:
+            return self._advanced(rows, ahead)
+        windows = self._windows(series, int(ahead[-1]))
+        features = np.asarray(simulate(self.system, rows, windows))[ahead - 1]
+        return features @ np.asarray(self.system.readout) + np.asarray(self.system.mean_observable)
+
+    def _differences(
+        self,
+        series: Series,
+        forecasts: Float[np.ndarray, "t rows o"],
+        ahead: Int[np.ndarray, " t"],
     ) -> tuple[list[Any], list[Any]]:
-        """Return errors of forecasts of every step from all rows, and changes of the state."""
-        lag = self.recipe.lag
+        """Return errors of forecasts of every step, and changes of the state."""
         lengths = self._row_lengths(series)
         observed = self._observed(series)
-        forecasts = None
-        if self.system is None:
-            forecasts = self._advanced(rows, ahead)
-        else:
-            windows = self._windows(series, int(ahead[-1]))
-            features = simulate(self.system, rows, windows)
-            states = np.asarray(features)[ahead - 1]
-            forecasts = states @ np.asarray(self.system.readout)
-            forecasts = forecasts + np.asarray(self.system.mean_observable)
         errors = []
         changes = []
         for values, step in zip(forecasts, ahead.tolist(), strict=True):
-            start, end = pair_indices(lengths, lag * step)
+            start, end = pair_indices(lengths, self.recipe.lag * step)
             errors.append(observed[end] - values[start])
             changes.append(observed[end] - observed[start])
         return errors, changes
@@ -681,7 +699,8 @@ class KoopmanModel(eqx.Module):
     ) -> Forecast:
         assert self.system is not None
         windows = self._input_windows(starts, int(ahead[-1]), inputs)
-        errors, _ = self._errors(self.series, self._rows_of(self.series), ahead)
+        forecasts = self._row_forecasts(self.series, self._rows_of(self.series), ahead)
+        errors, _ = self._differences(self.series, forecasts, ahead)
         readout = np.asarray(self.system.readout)
         constant = np.asarray(self.system.mean_observable)
         features = np.asarray(simulate(self.system, starts.rows, windows))
