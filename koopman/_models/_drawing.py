@@ -133,8 +133,8 @@ def plot_lags(dataset: xarray.Dataset) -> Figure:
         axes[1].set(ylabel=f"frequency (cycles/{unit})")
         for panel in axes[:2]:
             panel.set(xlabel=f"lag ({dataset.lag.attrs.get('units', 'steps')})")
-        axes[2].plot([0, 1], [0, 1], color="0.7", linewidth=0.6, zorder=0)
-        axes[2].set(xlabel="predicted", ylabel="measured", title="Chapman-Kolmogorov test")
+        axes[2].axline((0, 0), slope=1, color="0.7", linewidth=0.6, zorder=0)
+        axes[2].set(xlabel="predicted $\\lambda^k$", ylabel="measured", title="Chapman-Kolmogorov test")
         axes[0].legend()
         plotting.letter(*axes)
     plt.close(figure)
@@ -162,9 +162,9 @@ def _draw_consistency(axes: Axes, mode: xarray.Dataset, index: int) -> None:
     measured = mode.ck_measured.values.ravel()
     low = mode.ck_low.values.ravel()
     high = mode.ck_high.values.ravel()
-    errors = np.abs(np.stack([measured - low, high - measured]))
+    errors = np.abs(np.stack([predicted - low, high - predicted]))
     style = {"fmt": "o", "color": _mode_color(index), "markersize": 2, "capsize": 1}
-    axes.errorbar(predicted, measured, errors, **style)
+    axes.errorbar(predicted, measured, xerr=errors, **style)
 
 
 def _as_dates(times: Float[np.ndarray, " n"], has_dates: bool) -> Any:

@@ -5,11 +5,14 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dissociation._core.linalg import product
 from koopman._operators._numerics import positive_or_one
+
+AnyArray = Array | np.ndarray
 
 _TOLERANCE = 1e-12
 """Largest predicted decrease of the squared error of a converged fit, as a share of the error."""
@@ -25,10 +28,10 @@ class Samples(eqx.Module):
         reach: Largest modulus of the times of a run, [runs].
     """
 
-    states: Float[Array, "runs time d"]
-    times: Float[Array, "runs time"]
-    weights: Float[Array, "runs time"]
-    reach: Float[Array, " runs"]
+    states: Float[AnyArray, "runs time d"]
+    times: Float[AnyArray, "runs time"]
+    weights: Float[AnyArray, "runs time"]
+    reach: Float[AnyArray, " runs"]
 
 
 class Blocks(eqx.Module):
@@ -44,17 +47,17 @@ class Blocks(eqx.Module):
         is_pair: If False, the block is one exponential, whose curvature is 0: [blocks].
     """
 
-    growth: Float[Array, " blocks"]
-    curvature: Float[Array, " blocks"]
-    is_active: Bool[Array, " blocks"]
-    is_pair: Bool[Array, " blocks"]
+    growth: Float[AnyArray, " blocks"]
+    curvature: Float[AnyArray, " blocks"]
+    is_active: Bool[AnyArray, " blocks"]
+    is_pair: Bool[AnyArray, " blocks"]
 
 
 class Limits(NamedTuple):
     """Largest modulus of a real rate, and largest angular frequency, per scaled time."""
 
-    growth: Float[Array, ""]
-    frequency: Float[Array, ""]
+    growth: Float[AnyArray, ""]
+    frequency: Float[AnyArray, ""]
 
 
 class Projection(NamedTuple):
@@ -62,20 +65,17 @@ class Projection(NamedTuple):
 
     Attributes:
         residual: Weighted residual, [runs, time, d].
+        error: Sum of the squares of the residual, infinite before a projection.
         amplitudes: Coefficients of the columns, [runs, columns, d].
         gradient: Half of the derivative of the squared error with its sign changed, [parameters].
         curvatures: Gauss and Newton's half of the second derivatives, [parameters, parameters].
     """
 
-    residual: Float[Array, "runs time d"]
-    amplitudes: Float[Array, "runs columns d"]
-    gradient: Float[Array, " parameters"]
-    curvatures: Float[Array, "parameters parameters"]
-
-    @property
-    def error(self) -> Float[Array, ""]:
-        """Sum of the squares of the residual."""
-        return jnp.sum(self.residual**2)
+    residual: Float[AnyArray, "runs time d"]
+    error: Float[AnyArray, ""]
+    amplitudes: Float[AnyArray, "runs columns d"]
+    gradient: Float[AnyArray, " parameters"]
+    curvatures: Float[AnyArray, "parameters parameters"]
 
 
 class Solution(NamedTuple):
@@ -89,7 +89,7 @@ class Solution(NamedTuple):
 
     blocks: Blocks
     projection: Projection
-    has_converged: Bool[Array, ""]
+    has_converged: Bool[AnyArray, ""]
 
 
 def _sinusoids(
@@ -198,6 +198,7 @@ def project(samples: Samples, blocks: Blocks) -> Projection:
     num_parameters = 2 * num_blocks
     return Projection(
         residual,
+        jnp.sum(residual**2),
         amplitudes,
         gradient.reshape(num_parameters),
         curvatures.reshape(num_parameters, num_parameters),
@@ -212,6 +213,13 @@ def clipped(blocks: Blocks, limits: Limits) -> Blocks:
     curvature = jnp.clip(blocks.curvature, -(room**2), limits.frequency**2)
     curvature = jnp.where(blocks.is_pair, curvature, 0.0)
     return eqx.tree_at(lambda b: (b.growth, b.curvature), blocks, (growth, curvature))
+
+
+def unknown_projection(samples: Samples, blocks: Blocks) -> Projection:
+    """Return a projection of infinite error, from which an optimisation starts."""
+    structs = jax.eval_shape(project, samples, blocks)
+    zeros = jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), structs)
+    return zeros._replace(error=jnp.full_like(zeros.error, jnp.inf))
 
 
 class _Search(NamedTuple):
@@ -262,8 +270,10 @@ def optimise(
         # Close to the minimum, rounding hides the decrease.
         is_better = candidate.error < projection.error * (1 + 4 * eps)
         is_small = decrease <= _TOLERANCE * projection.error + floor
-        has_converged = is_small & (search.damping < 0.1)
+        is_known = jnp.isfinite(projection.error)
+        has_converged = is_small & is_known & (search.damping < 0.1)
         damping = jnp.where(is_better, search.damping / 8, search.damping * 4 + 1e-4)
+        damping = jnp.where(is_known, damping, search.damping)
 
         def choose(new: Array, old: Array) -> Array:
             return jnp.where(is_better, new, old)
@@ -279,9 +289,10 @@ def optimise(
 
     blocks = clipped(blocks, limits)
     dtype = samples.states.dtype
+    # The first step has gradient zero and computes the projection of the start.
     start = _Search(
         blocks,
-        project(samples, blocks),
+        unknown_projection(samples, blocks),
         jnp.asarray(1e-2, dtype),
         jnp.asarray(False),
         jnp.asarray(0),

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from koopman._models._exponential_fit import Blocks, Limits, Samples, Solution, optimise, project
+from koopman._models._exponential_fit import (
+    AnyArray,
+    Blocks,
+    Limits,
+    Samples,
+    Solution,
+    optimise,
+    project,
+    unknown_projection,
+)
 from koopman._operators._numerics import positive_or_one
 
 _RATES = (0.0, -0.5, 0.5, -1.0, 1.0, -2.0, 2.0, -4.0, 4.0, -8.0, -16.0, -32.0, -64.0)
@@ -28,8 +37,8 @@ class Grid(eqx.Module):
         num_frequencies: Number of frequencies, from 0 up.
     """
 
-    cells: Int[Array, "runs time"]
-    spacing: Float[Array, ""]
+    cells: Int[AnyArray, "runs time"]
+    spacing: Float[AnyArray, ""]
     num_cells: int = eqx.field(static=True)
     num_frequencies: int = eqx.field(static=True)
 
@@ -129,7 +138,7 @@ def start_and_fit(
         return jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), solution, best)
 
     none = eqx.tree_at(lambda b: b.is_active, empty, jnp.zeros_like(empty.is_active))
-    first = Solution(none, project(samples, none), jnp.asarray(False))
+    first = Solution(none, unknown_projection(samples, none), jnp.asarray(False))
     return lax.fori_loop(0, 2 * num_blocks + 1, advance, first)
 
 
@@ -138,8 +147,8 @@ def reweighted(
     samples: Samples,
     fitted: Blocks,
     limits: Limits,
-    block_of_row: Int[Array, "runs time"],
-    numbers: Int[Array, " replicates"],
+    block_of_row: Int[AnyArray, "runs time"],
+    numbers: Int[AnyArray, " replicates"],
 ) -> Solution:
     """Return the fits with a quarter of the weight on the rows of one block, over replicates.
 

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import xarray
 from jaxtyping import Bool, Complex, Float, Int
@@ -15,7 +14,7 @@ from dissociation._core.columns import Reading
 from koopman._models._exponential_fit import Blocks, Limits, Samples, Solution
 from koopman._models._exponential_start import KEPT_WEIGHT, Grid, reweighted, start_and_fit
 from koopman._models._intervals import student_quantile
-from koopman._models._lifting import next_power, threshold_rank, working_dtype
+from koopman._models._lifting import threshold_rank, working_dtype
 from koopman._models._rates import RateEstimates, rates_dataset, rates_summary
 from koopman._models._trajectories import (
     Trajectories,
@@ -143,7 +142,8 @@ class Exponentials(eqx.Module):
         run_times = self._times_of_runs(times)
         problem = self._problem
         scaled = (run_times - problem.middles[:, None]) / problem.unit_time
-        states = _evaluated(self._modes, scaled, np.asarray(problem.samples.reach))
+        reach = np.asarray(problem.samples.reach)[: len(scaled)]
+        states = _contributions(self._modes, scaled, reach).sum(3)
         mean = np.moveaxis(states[0] @ problem.basis, 0, 1)
         half_width = np.full_like(mean, np.nan)
         if self._has_intervals:
@@ -262,6 +262,11 @@ def fit_exponentials(
     return _exponentials(samples, problem, solution, rank)
 
 
+def _next_power(count: int) -> int:
+    """Return the smallest power of two from `count` on."""
+    return 1 << (count - 1).bit_length()
+
+
 def _is_per_run(times: Any) -> bool:
     return isinstance(times, list | tuple) and len(times) > 0 and np.ndim(times[0]) > 0
 
@@ -296,8 +301,9 @@ def _with_times(trajectories: Trajectories, times: Any) -> Trajectories:
         if len(array) != length:
             fail(name, f"have the {length} times of run {index}", len(array))
         arrays.append(array)
+    step = float(np.median(np.concatenate([np.diff(array) for array in arrays])))
     unit = "day" if has_dates else "time"
-    return trajectories._replace(times=arrays, unit=unit, has_dates=has_dates)
+    return trajectories._replace(times=arrays, time_step=step, unit=unit, has_dates=has_dates)
 
 
 def _check_rising(trajectories: Trajectories) -> None:
@@ -330,13 +336,13 @@ def _problem(trajectories: Trajectories) -> _Problem:
     lengths = [len(states) for states in runs]
     left, sizes, basis = np.linalg.svd(np.concatenate(runs), full_matrices=False)
     components = np.split(left * sizes, np.cumsum(lengths)[:-1])
-    num_runs = next_power(len(runs))
-    num_times = next_power(max(lengths))
-    num_components = next_power(len(sizes))
+    num_runs = _next_power(len(runs))
+    num_times = _next_power(max(lengths))
+    num_components = _next_power(len(sizes))
     middles = np.array([0.5 * (times[0] + times[-1]) for times in trajectories.times])
     spans = np.array([times[-1] - times[0] for times in trajectories.times])
     unit_time = 0.5 * spans.max()
-    step = np.median(np.concatenate([np.diff(times) for times in trajectories.times])) / unit_time
+    step = trajectories.time_step / unit_time
 
     states = np.zeros((num_runs, num_times, num_components))
     scaled_times = np.zeros((num_runs, num_times))
@@ -349,24 +355,16 @@ def _problem(trajectories: Trajectories) -> _Problem:
         weights[index, :length] = 1.0
 
     # A cell is half of a step, and the grid is four times as long as the longest run.
-    num_cells = max(16 * num_times, next_power(int(16 / step)))
+    num_cells = max(16 * num_times, _next_power(int(16 / step)))
     num_cells = min(num_cells, _MAX_CELLS)
     spacing = max(0.5 * step, 8 / num_cells)
     cells = np.where(weights > 0, np.round((scaled_times + 1) / spacing), 0)
     dtype = working_dtype()
     samples = Samples(
-        *(jax.device_put(array.astype(dtype)) for array in (states, scaled_times, weights, reach))
+        states.astype(dtype), scaled_times.astype(dtype), weights.astype(dtype), reach.astype(dtype)
     )
-    grid = Grid(
-        jax.device_put(cells.astype(np.int32)),
-        jax.device_put(np.asarray(spacing, dtype)),
-        num_cells,
-        num_cells // 4,
-    )
-    limits = Limits(
-        jax.device_put(np.asarray(_FASTEST / step, dtype)),
-        jax.device_put(np.asarray(np.pi / step, dtype)),
-    )
+    grid = Grid(cells.astype(np.int32), np.asarray(spacing, dtype), num_cells, num_cells // 4)
+    limits = Limits(np.asarray(_FASTEST / step, dtype), np.asarray(np.pi / step, dtype))
     num_leading = min(num_components, 16)
     return _Problem(samples, basis, limits, grid, middles, float(unit_time), num_leading)
 
@@ -374,12 +372,11 @@ def _problem(trajectories: Trajectories) -> _Problem:
 def _fitted(problem: _Problem, rank: int) -> Solution:
     """Return the fit of a rank."""
     num_blocks = (rank + 1) // 2
-    slots = np.arange(next_power(num_blocks))
+    slots = np.arange(_next_power(num_blocks))
     zeros = np.zeros(len(slots), working_dtype())
     # With an odd rank the first block is one exponential, such as a constant.
     is_pair = (slots > 0) | (rank % 2 == 0)
     empty = Blocks(zeros, zeros, slots < num_blocks, is_pair)
-    empty = jax.tree.map(jax.device_put, empty)
     return start_and_fit(problem.samples, empty, problem.limits, problem.grid, problem.num_leading)
 
 
@@ -446,8 +443,8 @@ def _exponentials(
             problem.samples,
             solution.blocks,
             problem.limits,
-            jnp.asarray(_block_of_row(lengths, problem.samples.times.shape)),
-            jnp.arange(_NUM_BLOCKS),
+            _block_of_row(lengths, problem.samples.times.shape),
+            np.arange(_NUM_BLOCKS, dtype=np.int32),
         )
         stacked = jax.tree.map(
             lambda first, leaf: np.concatenate([first, np.asarray(leaf)]), stacked, replicates
@@ -545,14 +542,6 @@ def _contributions(
         return np.real(waves * modes.amplitudes[:, :, None])
 
 
-def _evaluated(
-    modes: _Modes, times: Float[np.ndarray, "runs time"], reach: Float[np.ndarray, " runs"]
-) -> Float[np.ndarray, "fits runs time k"]:
-    """Return the states in principal components at scaled times."""
-    num_runs = modes.amplitudes.shape[1]
-    return _contributions(modes, times, reach[:num_runs]).sum(3)
-
-
 def _interval(values: Float[np.ndarray, "fits modes"], level: float) -> np.ndarray:
     """Return the first row with both ends of its interval, [3, modes]."""
     half_width = _half_width(values, level)
@@ -571,7 +560,8 @@ def _half_width(
         deviations = deviations @ basis
     num_blocks = len(replicates)
     square = (num_blocks - 1) / num_blocks * np.sum(deviations**2, 0)
-    return student_quantile(deviations, level) * np.sqrt(square) / (1 - KEPT_WEIGHT)
+    quantile = student_quantile(deviations.reshape(num_blocks, -1), level).reshape(square.shape)
+    return quantile * np.sqrt(square) / (1 - KEPT_WEIGHT)
 
 
 def _shares(contributions: Float[np.ndarray, "rows modes k"]) -> Float[np.ndarray, " modes"]:
