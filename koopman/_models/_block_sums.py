@@ -302,7 +302,7 @@ def _replicate(
         products = total[1:, 1:] - means[:width, None] * means[None]
         return means, products[:, :width], products[:, width:]
 
-    units = scale[:, None] * scale
+    units = scale[:, None] * scale[None]
     if kind == "principal":
         _, square, _ = moments(jax.tree.map(lambda pick: pick[0], picks))
         reference = leading_of(square * units, width)

@@ -15,7 +15,7 @@ from koopman._operators._estimators import Estimator
 from koopman._operators._findings import refuse_large_gram
 from koopman._operators._kernels import KernelMap, Linear, as_module, nystroem_map
 
-Rows = Float[np.ndarray, "n features"]
+Rows = Float[np.ndarray, "_ _"]
 
 
 class PlainFeatures(eqx.Module):
@@ -45,7 +45,7 @@ class StateBasis(eqx.Module):
 
     def states(self, coordinates: Float[Array | np.ndarray, "*n c"]) -> Any:
         """Return states of coordinates, [..., d]."""
-        return (coordinates @ self.vectors.T) * self.scale
+        return coordinates @ (self.vectors.T * self.scale[None])
 
 
 class Lifting(eqx.Module):

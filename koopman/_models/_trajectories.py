@@ -121,7 +121,7 @@ def read_trajectories(
     unit = clocks.unit
     if time_step is not None and clocks.is_counted:
         unit = "time"
-    labels = [getattr(run, "label", None) for run in tabulated]
+    labels = [_plain(getattr(run, "label", None)) for run in tabulated]
     if None in labels or len(set(labels)) < len(labels):
         labels = list(range(len(labels)))
     return Trajectories(
@@ -130,13 +130,18 @@ def read_trajectories(
         inputs=input_arrays,
         run_of_piece=list(range(len(states))),
         labels=tuple(labels),
-        columns=columns,
-        input_columns=input_names,
+        columns=tuple(map(_plain, columns)),
+        input_columns=tuple(map(_plain, input_names)),
         state_shape=state_shape if len(state_shape) > 1 else (),
         time_step=step,
         unit=unit,
         has_dates=clocks.has_dates,
     )
+
+
+def _plain(label: Any) -> Any:
+    """Return a label as a number or text of Python."""
+    return label.item() if isinstance(label, np.generic) else label
 
 
 def _names_of_inputs(inputs: Any) -> tuple[Any, ...]:
