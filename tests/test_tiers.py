@@ -26,6 +26,7 @@ FULL = {
     "dissociation/test_freedom_figure.py": ("figures in full",),
     "dissociation/test_linear.py": ("the second precision of a pair",),
     "dissociation/test_planting.py": ("the second precision of a pair",),
+    "koopman/models/test_exponentials.py": ("counts of 100 and more",),
     "tools/pages.py": ("code blocks of pages",),
     "tools/protocol.py": ("rows of the protocol beyond one per function",),
 }

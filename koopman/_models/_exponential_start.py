@@ -24,6 +24,7 @@ _RATES = (0.0, -0.5, 0.5, -1.0, 1.0, -2.0, 2.0, -4.0, 4.0, -8.0, -16.0, -32.0, -
 """Growth rates of the periodogram, per half of the longest run."""
 _FAST_STEPS = 30
 _MAX_STEPS = 500
+_REPLICATE_STEPS = 200
 KEPT_WEIGHT = 0.25
 
 
@@ -45,11 +46,11 @@ class Grid(eqx.Module):
 
 def periodogram(
     samples: Samples, residual: Float[Array, "runs time d"], grid: Grid
-) -> tuple[Float[Array, "rates frequencies"], Float[Array, " rates"]]:
+) -> Float[Array, "rates frequencies"]:
     """Return the decrease of the squared error by one more pair, at every rate and frequency.
 
-    The second result is that by one real exponential. Amplitudes are of each run. Sums over times
-    are Fourier transforms on a fine grid.
+    At frequency 0 it is that by one exponential. Every run has amplitudes of its own. Sums over
+    times are Fourier transforms on a fine grid.
 
     References:
         Scargle (1982), Studies in astronomical time series analysis II, appendix C.
@@ -86,15 +87,14 @@ def periodogram(
         )
         return jnp.sum(powers, 0)
 
-    powers = lax.map(of_rate, rates)
-    return powers, powers[:, 0]
+    return lax.map(of_rate, rates)
 
 
 @partial(jax.jit, static_argnames="num_leading")
 def start_and_fit(
     samples: Samples, empty: Blocks, limits: Limits, grid: Grid, num_leading: int
-) -> Solution:
-    """Return the fit from a greedy start.
+) -> tuple[Solution, Array]:
+    """Return the fit from a greedy start, and the largest power in its residual.
 
     Every block starts at the peak of the periodogram of the residual of the others, after which
     all are optimised. A second round searches again for every block and keeps what is better.
@@ -106,40 +106,40 @@ def start_and_fit(
     frequencies = frequency_step * jnp.arange(grid.num_frequencies)
     slots = jnp.arange(num_slots)
 
-    def without(blocks: Blocks, index: Array) -> Blocks:
-        is_active = blocks.is_active & (slots != index)
-        return eqx.tree_at(lambda b: b.is_active, blocks, is_active)
-
-    def replaced(blocks: Blocks, index: Array) -> Blocks:
-        remaining = without(blocks, index)
-        projection = project(samples, remaining)
-        powers, real_powers = periodogram(samples, projection.residual[..., :num_leading], grid)
-        allowed = frequencies[None] < limits.frequency
-        powers = jnp.where(allowed, powers, -1.0)
-        single = powers.at[:, 1:].set(-1.0)
-        powers = jnp.where(blocks.is_pair[index], powers, single)
+    def replaced(blocks: Blocks, index: Array) -> tuple[Blocks, Array]:
+        is_index = slots == index
+        remaining = eqx.tree_at(lambda b: b.is_active, blocks, blocks.is_active & ~is_index)
+        residual = project(samples, remaining).residual[..., :num_leading]
+        powers = periodogram(samples, residual, grid)
+        is_allowed = frequencies < limits.frequency
+        # One exponential has no frequency.
+        is_allowed &= jnp.all(blocks.is_pair | ~is_index) | (frequencies <= 0)
+        powers = jnp.where(is_allowed[None], powers, -1.0)
         peak = jnp.argmax(powers)
         rate = rates[peak // grid.num_frequencies]
         frequency = frequencies[peak % grid.num_frequencies]
-        is_index = slots == index
         growth = jnp.where(is_index, rate, blocks.growth)
         curvature = jnp.where(is_index, frequency**2, blocks.curvature)
-        is_active = blocks.is_active | is_index
-        return Blocks(growth, curvature, is_active, blocks.is_pair)
+        candidate = Blocks(growth, curvature, blocks.is_active | is_index, blocks.is_pair)
+        return candidate, jnp.max(powers)
 
-    def advance(number: Array, best: Solution) -> Solution:
-        index = number % jnp.maximum(num_blocks, 1)
+    def advance(number: Array, search: tuple[Solution, Array]) -> tuple[Solution, Array]:
+        best, _ = search
         is_last = number == 2 * num_blocks
-        candidate = lax.cond(is_last, lambda b, i: b, replaced, best.blocks, index)
+        # The last round replaces no block, and ends with the power of what no block explains.
+        index = jnp.where(is_last, num_slots, number % num_blocks)
+        candidate, power = replaced(best.blocks, index)
         num_steps = jnp.where(is_last, _MAX_STEPS, _FAST_STEPS)
         solution = optimise(samples, candidate, limits, num_steps)
         is_better = solution.projection.error < best.projection.error
         is_taken = is_better | (number < num_blocks) | is_last
-        return jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), solution, best)
+        best = jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), solution, best)
+        return best, power
 
     none = eqx.tree_at(lambda b: b.is_active, empty, jnp.zeros_like(empty.is_active))
     first = Solution(none, unknown_projection(samples, none), jnp.asarray(False))
-    return lax.fori_loop(0, 2 * num_blocks + 1, advance, first)
+    start = (first, jnp.zeros((), samples.states.dtype))
+    return lax.fori_loop(0, 2 * num_blocks + 1, advance, start)
 
 
 @jax.jit
@@ -159,6 +159,6 @@ def reweighted(
     def replicate(number: Array) -> Solution:
         weights = samples.weights * jnp.where(block_of_row == number, KEPT_WEIGHT**0.5, 1.0)
         reduced = eqx.tree_at(lambda s: s.weights, samples, weights)
-        return optimise(reduced, fitted, limits, jnp.asarray(_FAST_STEPS))
+        return optimise(reduced, fitted, limits, jnp.asarray(_REPLICATE_STEPS))
 
     return jax.vmap(replicate)(numbers)

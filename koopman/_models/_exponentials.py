@@ -33,6 +33,8 @@ _FASTEST = 3.0
 """Largest growth or decay per median step."""
 _NOISE_RATIO = 1.25
 """Largest variance of the residual, in variances of the noise, at which the rank is enough."""
+_NOISE_PEAKS = 2.0
+"""Energy of a mode, in powers of the largest peak of the residual, from which it is no noise."""
 _CHANGED_SHARE = 0.05
 """Largest share of replicates in which a pair may turn into two real rates."""
 
@@ -251,15 +253,15 @@ def fit_exponentials(
     _check_rising(samples)
     problem = _problem(samples)
     if rank is None:
-        rank, solution = _automatic(problem, samples)
+        rank, fitted = _automatic(problem, samples)
     else:
         rank = check_count("rank", rank, minimum=1)
         _check_rows(samples, rank)
-        solution = _fitted(problem, rank)
-    if not bool(solution.has_converged):
+        fitted = _fitted(problem, rank)
+    if not bool(fitted[0].has_converged):
         advice = "Choose another rank; noise alone has no rates to converge to"
         fail("rank", "be one for which the fit converges", rank, advice)
-    return _exponentials(samples, problem, solution, rank)
+    return _exponentials(samples, problem, *fitted, rank)
 
 
 def _next_power(count: int) -> int:
@@ -369,8 +371,8 @@ def _problem(trajectories: Trajectories) -> _Problem:
     return _Problem(samples, basis, limits, grid, middles, float(unit_time), num_leading)
 
 
-def _fitted(problem: _Problem, rank: int) -> Solution:
-    """Return the fit of a rank."""
+def _fitted(problem: _Problem, rank: int) -> tuple[Solution, Any]:
+    """Return the fit of a rank, and the largest power in its residual."""
     num_blocks = (rank + 1) // 2
     slots = np.arange(_next_power(num_blocks))
     zeros = np.zeros(len(slots), working_dtype())
@@ -380,7 +382,7 @@ def _fitted(problem: _Problem, rank: int) -> Solution:
     return start_and_fit(problem.samples, empty, problem.limits, problem.grid, problem.num_leading)
 
 
-def _automatic(problem: _Problem, trajectories: Trajectories) -> tuple[int, Solution]:
+def _automatic(problem: _Problem, trajectories: Trajectories) -> tuple[int, tuple[Solution, Any]]:
     """Return the rank by the hard threshold, or the next one that explains the states."""
     num_columns = trajectories.runs[0].shape[1]
     if num_columns < _MIN_COLUMNS:
@@ -407,11 +409,11 @@ def _automatic(problem: _Problem, trajectories: Trajectories) -> tuple[int, Solu
         num_numbers = sum(max(len(states) - rank, 0) for states in trajectories.runs) * num_columns
         if num_numbers <= rank:
             break
-        solution = first if rank == smallest else _fitted(problem, rank)
+        fitted = first if rank == smallest else _fitted(problem, rank)
         allowed = _NOISE_RATIO * noise / max(num_free, 1) * num_numbers + floor
         # Standing waves have one direction for two exponentials.
-        if float(solution.projection.error) <= allowed:
-            return rank, solution
+        if float(fitted[0].projection.error) <= allowed:
+            return rank, fitted
     return smallest, first
 
 
@@ -431,7 +433,7 @@ def _block_of_row(lengths: Sequence[int], shape: tuple[int, ...]) -> Int[np.ndar
 
 
 def _exponentials(
-    trajectories: Trajectories, problem: _Problem, solution: Solution, rank: int
+    trajectories: Trajectories, problem: _Problem, solution: Solution, power: Any, rank: int
 ) -> Exponentials:
     """Return the fit with its replicates."""
     lengths = [len(states) for states in trajectories.runs]
@@ -469,6 +471,8 @@ def _exponentials(
         pieces = _contributions(run, scaled, reach[index : index + 1])[0, 0][:, entries]
         contributions.append(pieces)
         fitted.append(pieces.sum(1) @ problem.basis)
+    pieces = np.concatenate(contributions)
+    is_noise = np.sum(pieces**2, (0, 2)) < _NOISE_PEAKS * float(power)
     residuals = np.concatenate(trajectories.runs) - np.concatenate(fitted)
     num_numbers = residuals.size
     num_free = max(num_numbers - rank * (1 + len(lengths) * residuals.shape[1]), 1)
@@ -483,8 +487,8 @@ def _exponentials(
         _problem=problem,
         _modes=modes,
         _entries=entries,
-        _reasons=_reasons(modes, entries, problem.limits, has_converged),
-        share=_shares(np.concatenate(contributions)),
+        _reasons=_reasons(modes, entries, problem.limits, has_converged, is_noise),
+        share=_shares(pieces),
         _residuals=residuals * np.sqrt(num_numbers / num_free),
         _has_intervals=has_intervals,
     )
@@ -578,13 +582,14 @@ def _reasons(
     entries: Int[np.ndarray, " modes"],
     limits: Limits,
     has_converged: Bool[np.ndarray, " replicates"],
+    is_noise: Bool[np.ndarray, " modes"],
 ) -> list[str]:
     """Return why modes are not resolved, "" for those that are."""
     rates = modes.rates[0, entries]
     is_wave = modes.rates[:, entries].imag != 0
     changed = np.mean(is_wave[1:] != is_wave[0], 0) if len(is_wave) > 1 else np.zeros(len(rates))
     reasons = []
-    for rate, share in zip(rates, changed, strict=True):
+    for rate, share, is_weak in zip(rates, changed, is_noise, strict=True):
         reason = ""
         if not len(has_converged):
             reason = f"fewer than {_MIN_ROWS} rows"
@@ -594,6 +599,8 @@ def _reasons(
             reason = "growth or decay within one step"
         elif abs(rate.imag) > 0.99 * float(limits.frequency):
             reason = "at or beyond Nyquist; shorten the step"
+        elif is_weak:
+            reason = "as weak as peaks of the noise; take a smaller rank"
         elif share > _CHANGED_SHARE:
             reason = "a pair and two real rates fit alike; change the rank"
         reasons.append(reason)

@@ -220,7 +220,8 @@ def test_intervals_of_each_number_cover(correlation, low, high):
     shares = coverage(400, correlation)
     assert (shares > low).all()
     assert (shares < high).all()
-    assert 0.88 < shares.mean() < 0.92
+    if correlation == 0:
+        assert 0.88 < shares.mean() < 0.92
 
 
 def test_bands_hold_new_observations():
@@ -244,6 +245,19 @@ def test_short_data_give_rates_without_intervals():
     assert not rates.resolved.any()
     assert "fewer than 40 rows" in str(rates.reason.values[0])
     np.testing.assert_allclose(rates.frequency, 1 / np.pi, atol=0.02)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.8])
+def test_exponentials_of_noise_are_not_resolved(correlation):
+    num_resolved = 0
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        times = np.linspace(0, 20, 200)
+        rates = fit_exponentials(waves(rng, times, correlation=correlation), times, 6).rates()
+        num_resolved += int(rates.resolved.sum())
+        assert not rates.resolved.values[2]
+        assert "noise" in rates.reason.values[2] or "converge" in rates.reason.values[2]
+    assert num_resolved >= 16
 
 
 WRONG = {
