@@ -26,7 +26,7 @@ _BAND = {"alpha": 0.2, "linewidth": 0}
 _MEAN_BAND = {"alpha": 0.4, "linewidth": 0}
 
 
-class _Scene(NamedTuple):
+class Scene(NamedTuple):
     """Arrays of a figure.
 
     Attributes:
@@ -56,7 +56,12 @@ class _Scene(NamedTuple):
 
 def draw_model(model: Any, steps: int) -> Figure:
     """Draw eigenvalues, rates, mode shapes and a forecast of a `KoopmanModel`."""
-    table = model.mode_table()
+    return draw_scene(scene_of(model, steps))
+
+
+def scene_of(model: Any, steps: int, level: float = 0.9) -> Scene:
+    """Return the arrays of the figure of a `KoopmanModel`."""
+    table = model.mode_table(level)
     series = model.series
     meaning = model.meaning
     # The last piece of the first run ends where its forecast starts.
@@ -72,8 +77,8 @@ def draw_model(model: Any, steps: int) -> Figure:
     if series.inputs is not None:
         inputs = np.tile(series.inputs.mean(0), (steps, 1))
         title = f"{title}, mean inputs"
-    forecast = model.predict(steps, inputs=inputs).isel(run=0)
-    scene = _Scene(
+    forecast = model.predict(steps, inputs=inputs, level=level).isel(run=0)
+    return Scene(
         table.rates,
         table.eigenvalues,
         True,
@@ -85,7 +90,6 @@ def draw_model(model: Any, steps: int) -> Figure:
         _clock(meaning.unit, meaning.has_dates),
         title,
     )
-    return _draw(scene)
 
 
 def draw_exponentials(fitted: Any, steps: int) -> Figure:
@@ -95,7 +99,7 @@ def draw_exponentials(fitted: Any, steps: int) -> Figure:
     end = times[-1] + steps * trajectories.time_step
     grid = as_coordinates(trajectories, np.linspace(times[0], end, _NUM_POINTS))
     order = falling_order(fitted.share, fitted.growth)
-    scene = _Scene(
+    scene = Scene(
         fitted.rates(),
         (fitted.growth + 1j * fitted.angular_frequency)[order],
         False,
@@ -107,7 +111,7 @@ def draw_exponentials(fitted: Any, steps: int) -> Figure:
         _clock(trajectories.unit, trajectories.has_dates),
         f"run {trajectories.labels[0]}",
     )
-    return _draw(scene)
+    return draw_scene(scene)
 
 
 def plot_lags(dataset: xarray.Dataset) -> Figure:
@@ -134,7 +138,9 @@ def plot_lags(dataset: xarray.Dataset) -> Figure:
         for panel in axes[:2]:
             panel.set(xlabel=f"lag ({dataset.lag.attrs.get('units', 'steps')})")
         axes[2].axline((0, 0), slope=1, color="0.7", linewidth=0.6, zorder=0)
-        axes[2].set(xlabel="predicted $\\lambda^k$", ylabel="measured", title="Chapman-Kolmogorov test")
+        axes[2].set(
+            xlabel="predicted $\\lambda^k$", ylabel="measured", title="Chapman-Kolmogorov test"
+        )
         axes[0].legend()
         plotting.letter(*axes)
     plt.close(figure)
@@ -182,7 +188,7 @@ def _clock(unit: str, has_dates: bool) -> str:
     return unit
 
 
-def _draw(scene: _Scene) -> Figure:
+def draw_scene(scene: Scene) -> Figure:
     """Draw four panels, 6.5 inches wide."""
     with plotting.house_style():
         figure, axes = plt.subplots(2, 2, figsize=(6.5, 4.2))
@@ -200,7 +206,7 @@ def _mode_color(index: int) -> str:
     return plotting.color(index) if index < _NUM_MODES else "0.6"
 
 
-def _draw_values(axes: Axes, scene: _Scene) -> None:
+def _draw_values(axes: Axes, scene: Scene) -> None:
     """Draw eigenvalues and the circle on which nothing decays, or rates and that line."""
     if scene.is_discrete:
         angles = np.linspace(0, 2 * np.pi, 200)
@@ -263,7 +269,7 @@ def _draw_rates(axes: Axes, rates: xarray.Dataset) -> None:
     axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
 
 
-def _draw_shapes(axes: Axes, scene: _Scene) -> None:
+def _draw_shapes(axes: Axes, scene: Scene) -> None:
     """Draw moduli of the leading modes over columns, or real parts of images."""
     shapes = scene.shapes[:_NUM_MODES]
     shares = scene.rates.share.values
@@ -301,7 +307,7 @@ def _draw_shapes(axes: Axes, scene: _Scene) -> None:
     axes.legend(loc="upper right", ncols=2)
 
 
-def _draw_forecast(axes: Axes, scene: _Scene) -> None:
+def _draw_forecast(axes: Axes, scene: Scene) -> None:
     """Draw observations, and forecasts with the bands of their means and of observations."""
     forecast = scene.forecast
     time = forecast.time.values

@@ -81,14 +81,9 @@ def _time_scale(growth: Float[np.ndarray, " modes"]) -> Float[np.ndarray, " mode
     return np.where(np.isnan(growth), np.nan, time_scale)
 
 
-def rates_summary(rates: xarray.Dataset) -> str:
-    """Return a table of rates as a string with units.
-
-    Args:
-        rates: Result of `rates_dataset`, without further dimensions.
-    """
+def rates_rows(rates: xarray.Dataset) -> list[list[str]]:
+    """Return a table of rates: a head with units, and a row of words per mode."""
     unit = rates.attrs["unit"]
-    level = rates.attrs["level"]
     heads = ["mode", f"growth (1/{unit})", f"frequency (1/{unit})", f"time scale ({unit})", "share"]
     rows = [heads]
     for index in range(rates.sizes["mode"]):
@@ -98,6 +93,17 @@ def rates_summary(rates: xarray.Dataset) -> str:
             cells.append(_with_interval(mode, name))
         cells.append(f"{float(mode.share):.3f}")
         rows.append(cells)
+    return rows
+
+
+def rates_summary(rates: xarray.Dataset) -> str:
+    """Return a table of rates as a string with units.
+
+    Args:
+        rates: Result of `rates_dataset`, without further dimensions.
+    """
+    level = rates.attrs["level"]
+    rows = rates_rows(rates)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     reasons = ["", *rates.reason.values]
     lines = [f"Rates with {100 * level:.4g} % intervals; {_resolved_words(rates.resolved.values)}."]
