@@ -352,7 +352,7 @@ def _principal(square: Array, reference: Basis, alpha: Array, rank: int | None) 
     gaps = values[None, : leading.shape[1]] - values[leading.shape[1] :, None]
     inverse = ratio_or_zero(1.0, gaps, gaps > 0)
 
-    def correct(_: int, basis: Array) -> Array:
+    def correct(_: Array, basis: Array) -> Array:
         image = product(square, basis)
         residual = image - product(basis, product(basis.T, image))
         change = product(trailing, product(trailing.T, residual) * inverse)

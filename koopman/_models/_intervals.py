@@ -17,10 +17,13 @@ EXACT = 1e-6
 LENGTH_LIMIT = 3.0
 LAG_LIMIT = 2.5
 ZERO_LIMIT = 5.0
+FADED_LIMIT = 10.0
+"""|lambda|^memory sqrt(pairs) below which noise alone has eigenvalues as large as a mode's."""
 DELAYS_LIMIT = 2.5
 CLUSTER_LIMIT = 0.05
 BIAS_SHARE = 0.2
 """Share of the difference between tenths and all data that is added to an interval."""
+BELOW_NOISE = "below the noise floor"
 _FAR = 1e100
 
 
@@ -77,6 +80,7 @@ def rate_intervals(
     num_pairs: int,
     num_latent: int,
     residual: float,
+    memory: float = 0.0,
 ) -> Intervals:
     """Return growth and frequency of every mode, with intervals where all gates are passed.
 
@@ -93,6 +97,7 @@ def rate_intervals(
         num_pairs: Number of pairs of the estimate.
         num_latent: Number of latent functions of the estimate.
         residual: Root mean square of the one-step error over the spread of the states.
+        memory: Lags that the delays span, if all latent functions are used; else 0.
     """
     index = np.flatnonzero(np.imag(eigenvalues) >= 0)
     reference = eigenvalues[index]
@@ -131,11 +136,16 @@ def rate_intervals(
     frequency[1] = np.maximum(frequency[1], 0.0)
 
     gates = {
+        BELOW_NOISE: np.abs(reference) < ZERO_LIMIT * error,
         "at or beyond Nyquist: shorten the lag": _is_negative(reference),
         "two real rates or one frequency, by chance: record longer": _is_clustered(
             reference, deleted
         ),
-        "below the noise floor": np.abs(reference) < ZERO_LIMIT * error,
+        "it decays within the delays: take fewer, or a lower rank": (
+            (memory > 1)
+            & (residual > EXACT)
+            & (np.abs(reference) ** memory * num_pairs**0.5 < FADED_LIMIT)
+        ),
         "it drifts with the length of the data: record longer": is_biased,
         "twice the lag disagrees (noise, or features are missing): take more delays": (
             _lag_excess(eigenvalues, replicates, deleted, index, rounding * time) > LAG_LIMIT
@@ -180,15 +190,15 @@ def matched(
     return np.take_along_axis(values, nearest, 1)
 
 
-def jackknife_error(values: np.ndarray) -> Float[np.ndarray, " modes"]:
+def jackknife_error(values: np.ndarray) -> Float[np.ndarray, "*modes"]:
     """Return sqrt((N - 1) / N sum |g_j - mean|^2) over replicates, [N, modes]."""
     deviations = np.abs(values - np.mean(values, 0))
     return np.sqrt((len(values) - 1) * np.mean(deviations**2, 0))
 
 
 def student_quantile(
-    values: Float[np.ndarray, "N modes"], level: float
-) -> Float[np.ndarray, " modes"]:
+    values: Float[np.ndarray, "N *modes"], level: float
+) -> Float[np.ndarray, "*modes"]:
     """Return Student's quantile, with degrees of freedom by the kurtosis of the replicates."""
     num_blocks = len(values)
     squares = (values - np.mean(values, 0)) ** 2
