@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Inexact, Int
 
 from dissociation._core.checks import check_takes, fail, fail_kind
 from dissociation._core.linalg import product
@@ -43,7 +43,7 @@ class StateBasis(eqx.Module):
         """Return coordinates of states, [n, c]."""
         return (states / self.scale[None]) @ self.vectors
 
-    def states(self, coordinates: Float[Array | np.ndarray, "*n c"]) -> Any:
+    def states(self, coordinates: Inexact[Array | np.ndarray, "*n c"]) -> Any:
         """Return states of coordinates, [..., d]."""
         return coordinates @ (self.vectors.T * self.scale[None])
 
@@ -90,11 +90,16 @@ class Lifting(eqx.Module):
         shaped = states.reshape(-1, *self.state_shape)
         return jax.vmap(self.features)(shaped).reshape(len(shaped), -1)
 
-    def project(self, rows: Float[Array, "n F"]) -> Array:
+    def project(self, rows: Float[Array | np.ndarray, "n F"]) -> Array:
         """Return features of rows of delays."""
         if self.kernel_map is not None:
             rows = self.kernel_map(rows)
-        return product(rows - self.offset[None], self.basis)
+        return _projected(rows, self.offset, self.basis)
+
+
+@jax.jit
+def _projected(rows: Array, offset: Array, basis: Array) -> Array:
+    return product(rows - offset[None], basis)
 
 
 class Lifted(NamedTuple):

@@ -411,13 +411,13 @@ class KoopmanModel(eqx.Module):
 
     def _observed(self, series: Series) -> Float[np.ndarray, "rows o"]:
         """Return the observable at the times of the rows."""
-        rows, _ = delay_rows(series.observed, list(series.lengths), 1, self.recipe.span)
+        rows, _ = delay_rows(series.observed, series.lengths.tolist(), 1, self.recipe.span)
         return rows
 
     def _delayed(self, series: Series) -> Float[np.ndarray, "rows k"]:
         """Return delays of features of states, newest first."""
         recipe = self.recipe
-        lengths = list(series.lengths)
+        lengths = series.lengths.tolist()
         return delay_rows(series.features, lengths, recipe.num_delays, recipe.span)[0]
 
     def _rows_of(self, series: Series) -> Float[np.ndarray, "rows k"]:
@@ -532,11 +532,11 @@ class KoopmanModel(eqx.Module):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             series = self.series
-            lifted = lift_rows(richer, series.features, list(series.lengths), series.inputs)
+            lifted = lift_rows(richer, series.features, series.lengths.tolist(), series.inputs)
         blocks = blocks.without(skipped)
         if self.system is None:
             return _replicated(lifted, richer, blocks, None, is_check=True)
-        observed = delay_rows(series.features, list(series.lengths), 1, richer.span)[0]
+        observed = delay_rows(series.features, series.lengths.tolist(), 1, richer.span)[0]
         replicates = _replicated(lifted, richer, blocks, observed, is_check=True)
         systems = replicated_systems(replicates, lifted, self.system)
         return with_eigenvalues(replicates, systems, richer.num_delays)
@@ -682,7 +682,7 @@ class KoopmanModel(eqx.Module):
         """Return delays of inputs of every step from all rows, zero beyond the end of a piece."""
         recipe = self.recipe
         assert series.inputs is not None
-        lengths = list(series.lengths)
+        lengths = series.lengths.tolist()
         delayed, num_rows = delay_rows(series.inputs, lengths, recipe.num_input_delays, recipe.span)
         windows = np.zeros((steps, *delayed.shape))
         for step in range(steps):
@@ -1153,7 +1153,8 @@ def _fitted_operator(
         operator = dataclasses.replace(operator, given=False)
         squares = lifted.squares
     if squares is not None and recipe.kernel is None and not has_levels(estimator, len(squares)):
-        fitting = dataclasses.replace(operator.fitting, squares=squares)
+        columns = jax.device_put(squares.astype(dtype))
+        fitting = dataclasses.replace(operator.fitting, squares=columns)
         operator = dataclasses.replace(operator, fitting=fitting)
     warn_of(findings_of(operator, x, y))
     return operator
