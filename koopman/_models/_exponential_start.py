@@ -1,7 +1,5 @@
 """Greedy start of sums of exponentials from a periodogram over rate and frequency."""
 
-from functools import partial
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -22,6 +20,8 @@ from koopman._operators._numerics import positive_or_one
 
 _RATES = (0.0, -0.5, 0.5, -1.0, 1.0, -2.0, 2.0, -4.0, 4.0, -8.0, -16.0, -32.0, -64.0)
 """Growth rates of the periodogram, per half of the longest run."""
+_NUM_LEADING = 16
+"""Largest number of principal components in the periodogram."""
 _FAST_STEPS = 30
 _MAX_STEPS = 500
 _REPLICATE_STEPS = 200
@@ -90,16 +90,16 @@ def periodogram(
     return lax.map(of_rate, rates)
 
 
-@partial(jax.jit, static_argnames="num_leading")
+@jax.jit
 def start_and_fit(
-    samples: Samples, empty: Blocks, limits: Limits, grid: Grid, num_leading: int
+    samples: Samples, empty: Blocks, limits: Limits, grid: Grid
 ) -> tuple[Solution, Array]:
     """Return the fit from a greedy start, and the largest power in its residual.
 
     Every block starts at the peak of the periodogram of the residual of the others, after which
     all are optimised. A second round searches again for every block and keeps what is better.
     """
-    num_slots = empty.growth.shape[0]
+    num_slots = empty.is_pair.shape[0]
     num_blocks = jnp.sum(empty.is_active)
     rates = jnp.asarray(_RATES, samples.states.dtype)
     frequency_step = 2 * jnp.pi / (grid.num_cells * grid.spacing)
@@ -108,8 +108,8 @@ def start_and_fit(
 
     def replaced(blocks: Blocks, index: Array) -> tuple[Blocks, Array]:
         is_index = slots == index
-        remaining = eqx.tree_at(lambda b: b.is_active, blocks, blocks.is_active & ~is_index)
-        residual = project(samples, remaining).residual[..., :num_leading]
+        remaining = blocks._replace(is_active=blocks.is_active & ~is_index)
+        residual = project(samples, remaining).residual[..., :_NUM_LEADING]
         powers = periodogram(samples, residual, grid)
         is_allowed = frequencies < limits.frequency
         # One exponential has no frequency.
@@ -118,9 +118,9 @@ def start_and_fit(
         peak = jnp.argmax(powers)
         rate = rates[peak // grid.num_frequencies]
         frequency = frequencies[peak % grid.num_frequencies]
-        growth = jnp.where(is_index, rate, blocks.growth)
-        curvature = jnp.where(is_index, frequency**2, blocks.curvature)
-        candidate = Blocks(growth, curvature, blocks.is_active | is_index, blocks.is_pair)
+        start = jnp.stack([rate, frequency**2])[:, None]
+        parameters = jnp.where(is_index[None], start, blocks.parameters)
+        candidate = Blocks(parameters, blocks.is_active | is_index, blocks.is_pair)
         return candidate, jnp.max(powers)
 
     def advance(number: Array, search: tuple[Solution, Array]) -> tuple[Solution, Array]:
@@ -136,7 +136,7 @@ def start_and_fit(
         best = jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), solution, best)
         return best, power
 
-    none = eqx.tree_at(lambda b: b.is_active, empty, jnp.zeros_like(empty.is_active))
+    none = empty._replace(is_active=jnp.zeros(num_slots, bool))
     first = Solution(none, unknown_projection(samples, none), jnp.asarray(False))
     start = (first, jnp.zeros((), samples.states.dtype))
     return lax.fori_loop(0, 2 * num_blocks + 1, advance, start)
@@ -158,7 +158,8 @@ def reweighted(
 
     def replicate(number: Array) -> Solution:
         weights = samples.weights * jnp.where(block_of_row == number, KEPT_WEIGHT**0.5, 1.0)
-        reduced = eqx.tree_at(lambda s: s.weights, samples, weights)
-        return optimise(reduced, fitted, limits, jnp.asarray(_REPLICATE_STEPS))
+        return optimise(
+            samples._replace(weights=weights), fitted, limits, jnp.asarray(_REPLICATE_STEPS)
+        )
 
     return jax.vmap(replicate)(numbers)

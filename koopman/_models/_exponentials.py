@@ -13,7 +13,7 @@ from dissociation._core.checks import check_count, check_finite, check_level, fa
 from dissociation._core.columns import Reading
 from koopman._models._exponential_fit import Blocks, Limits, Samples, Solution
 from koopman._models._exponential_start import KEPT_WEIGHT, Grid, reweighted, start_and_fit
-from koopman._models._intervals import student_quantile
+from koopman._models._intervals import jackknife_error, student_quantile
 from koopman._models._lifting import threshold_rank, working_dtype
 from koopman._models._rates import RateEstimates, rates_dataset, rates_summary
 from koopman._models._trajectories import (
@@ -48,8 +48,8 @@ class _Problem(NamedTuple):
         limits: Limits of rates.
         grid: Grid of the periodogram.
         middles: Middle of the times of every run, [runs].
+        reach: Largest modulus of the scaled times of a run, [runs].
         unit_time: Length of time that is scaled to 1.
-        num_leading: Number of components in the periodogram.
     """
 
     samples: Samples
@@ -57,23 +57,22 @@ class _Problem(NamedTuple):
     limits: Limits
     grid: Grid
     middles: Float[np.ndarray, " runs"]
+    reach: Float[np.ndarray, " runs"]
     unit_time: float
-    num_leading: int
 
 
 class _Modes(NamedTuple):
     """Complex rates and amplitudes: a run is the sum of Re(amplitude exp(rate (t - middle))).
 
-    Amplitudes are divided by the largest modulus of the exponential. Every block has two entries;
-    the second of a conjugate pair is empty.
+    Amplitudes are multiplied by the largest modulus of the exponential in the run.
 
     Attributes:
-        rates: Rates per scaled time, [..., entries].
-        amplitudes: Amplitudes in principal components, [..., runs, entries, k].
+        rates: Rates per scaled time, [..., modes].
+        amplitudes: Amplitudes in principal components, [..., runs, modes, k].
     """
 
-    rates: Complex[np.ndarray, "*replicates entries"]
-    amplitudes: Complex[np.ndarray, "*replicates runs entries k"]
+    rates: Complex[np.ndarray, "*replicates modes"]
+    amplitudes: Complex[np.ndarray, "*replicates runs modes k"]
 
 
 class Exponentials(eqx.Module):
@@ -83,25 +82,21 @@ class Exponentials(eqx.Module):
         growth: Growth of every mode per unit of time, a conjugate pair once: [modes].
         angular_frequency: Angular frequency of every mode, 0 or more: [modes].
         amplitudes: Complex amplitude of every mode in the middle of a run: [runs, modes, d].
-        columns: Labels of the states.
-        unit: Unit of time.
+        share: Share of every mode in the variance of the fit, [modes].
         rank: Number of exponentials, a conjugate pair as two.
+        trajectories: Runs of the fit.
     """
 
     growth: Float[np.ndarray, " modes"]
     angular_frequency: Float[np.ndarray, " modes"]
     amplitudes: Complex[np.ndarray, "runs modes d"]
-    columns: tuple[Any, ...] = eqx.field(static=True)
-    unit: str = eqx.field(static=True)
+    share: Float[np.ndarray, " modes"]
     rank: int = eqx.field(static=True)
     trajectories: Trajectories
     _problem: _Problem
     _modes: _Modes
-    _entries: Int[np.ndarray, " modes"]
     _reasons: list[str]
-    share: Float[np.ndarray, " modes"]
     _residuals: Float[np.ndarray, "rows d"]
-    _has_intervals: bool
 
     def rates(self, level: float = 0.9) -> xarray.Dataset:
         """Return growth, frequency and time scale of every mode, with intervals.
@@ -117,12 +112,12 @@ class Exponentials(eqx.Module):
             `reason`.
         """
         check_level(level)
-        rates = self._modes.rates[:, self._entries] / self._problem.unit_time
+        rates = self._modes.rates / self._problem.unit_time
         growth = _interval(rates.real, level)
-        frequency = _interval(np.abs(rates.imag) / (2 * np.pi), level)
+        frequency = _interval(rates.imag / (2 * np.pi), level)
         frequency[1] = np.maximum(frequency[1], 0.0)
         estimates = RateEstimates(*growth, *frequency, self.share, self._reasons)
-        return rates_dataset(estimates, self.unit, level)
+        return rates_dataset(estimates, self.trajectories.unit, level)
 
     def summary(self) -> str:
         """Return the table of rates as a string with units."""
@@ -141,28 +136,34 @@ class Exponentials(eqx.Module):
             Intervals are NaN for too short data.
         """
         check_level(level)
-        run_times = self._times_of_runs(times)
         problem = self._problem
+        trajectories = self.trajectories
+        arrays = _times_of_runs(times, len(trajectories.runs), trajectories.has_dates)
+        run_times = np.full((len(arrays), max(map(len, arrays))), np.nan)
+        for row, array in zip(run_times, arrays, strict=True):
+            row[: len(array)] = array
         scaled = (run_times - problem.middles[:, None]) / problem.unit_time
-        reach = np.asarray(problem.samples.reach)[: len(scaled)]
-        states = _contributions(self._modes, scaled, reach).sum(3)
-        mean = np.moveaxis(states[0] @ problem.basis, 0, 1)
-        half_width = np.full_like(mean, np.nan)
-        if self._has_intervals:
-            # Far ahead a replicate may be infinite, and so is the interval.
-            half_width = np.moveaxis(_half_width(states, level, problem.basis), 0, 1)
+        states = _contributions(self._modes, scaled, problem.reach).sum(3)
+        mean = states[0] @ problem.basis
+        half_width = _half_width(states, level, problem.basis)
         tails = np.array([0.5 - 0.5 * level, 0.5 + 0.5 * level])
         noise = np.quantile(self._residuals, tails, axis=0)
-        low = mean - np.hypot(half_width, noise[0])
-        high = mean + np.hypot(half_width, noise[1])
-        arrays = {
+        bands = {
             "mean": mean,
             "mean_low": mean - half_width,
             "mean_high": mean + half_width,
-            "low": low,
-            "high": high,
+            "low": mean - np.hypot(half_width, noise[0]),
+            "high": mean + np.hypot(half_width, noise[1]),
         }
-        return self._dataset(arrays, run_times)
+        dims = ("run", "step", "column")
+        coords = {
+            "run": list(trajectories.labels),
+            "column": list(trajectories.columns),
+            "time": (("run", "step"), as_coordinates(trajectories, run_times)),
+        }
+        variables = {name: (dims, values) for name, values in bands.items()}
+        dataset = xarray.Dataset(variables, coords, {"unit": trajectories.unit})
+        return dataset.transpose("step", "run", "column")
 
     def plot(self, steps: int = 50) -> Any:
         """Return a Matplotlib figure of rates, mode shapes, and the fit with a forecast.
@@ -173,36 +174,6 @@ class Exponentials(eqx.Module):
         from koopman._models._drawing import draw_exponentials
 
         return draw_exponentials(self, check_count("steps", steps, minimum=1))
-
-    def _times_of_runs(self, times: Any) -> Float[np.ndarray, "runs steps"]:
-        """Return checked times for every run, NaN where a run has fewer."""
-        trajectories = self.trajectories
-        num_runs = len(trajectories.runs)
-        listed = list(times) if _is_per_run(times) else [times] * num_runs
-        if len(listed) != num_runs:
-            fail("times", f"be one array, or a list of {num_runs}, one per run", len(listed))
-        arrays = []
-        for array in listed:
-            arrays.append(_as_times("times", array, trajectories.has_dates))
-        padded = np.full((num_runs, max(map(len, arrays))), np.nan)
-        for row, array in zip(padded, arrays, strict=True):
-            row[: len(array)] = array
-        return padded
-
-    def _dataset(
-        self, arrays: dict[str, np.ndarray], run_times: Float[np.ndarray, "runs steps"]
-    ) -> xarray.Dataset:
-        """Return arrays [step, run, column] with their coordinates."""
-        trajectories = self.trajectories
-        dims = ("step", "run", "column")
-        variables = {name: (dims, values) for name, values in arrays.items()}
-        times = as_coordinates(trajectories, run_times.T)
-        coords = {
-            "run": list(trajectories.labels),
-            "column": list(trajectories.columns),
-            "time": (("step", "run"), times),
-        }
-        return xarray.Dataset(variables, coords, {"unit": self.unit})
 
 
 def fit_exponentials(
@@ -256,7 +227,7 @@ def fit_exponentials(
         rank, fitted = _automatic(problem, samples)
     else:
         rank = check_count("rank", rank, minimum=1)
-        _check_rows(samples, rank)
+        _num_free(samples, rank)
         fitted = _fitted(problem, rank)
     if not bool(fitted[0].has_converged):
         advice = "Choose another rank; noise alone has no rates to converge to"
@@ -269,41 +240,37 @@ def _next_power(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _is_per_run(times: Any) -> bool:
-    return isinstance(times, list | tuple) and len(times) > 0 and np.ndim(times[0]) > 0
-
-
-def _as_times(name: str, times: Any, has_dates: bool) -> Float[np.ndarray, " time"]:
-    """Return times as numbers, dates in days."""
-    array = np.atleast_1d(np.asarray(times))
-    if array.dtype.kind == "M":
-        array = array.astype("datetime64[ns]").astype(np.int64) / 86400e9
-    elif has_dates:
-        fail_kind(name, "be dates, as those of the fit", array.dtype)
-    if array.dtype.kind not in "iuf" or array.ndim != 1:
-        fail_kind(name, "be numbers [time]", f"{array.dtype} of shape {array.shape}")
-    check_finite(name, array)
-    return array.astype(float)
+def _times_of_runs(times: Any, num_runs: int, has_dates: bool) -> list[Float[np.ndarray, " _"]]:
+    """Return the times of every run as numbers, dates in days."""
+    is_listed = isinstance(times, list | tuple) and len(times) > 0 and np.ndim(times[0]) > 0
+    listed = list(times) if is_listed else [times] * num_runs
+    if len(listed) != num_runs:
+        fail("times", f"be one array, or a list of {num_runs}, one per run", len(listed))
+    arrays = []
+    for run_times in listed:
+        array = np.asarray(run_times)
+        if array.dtype.kind == "M":
+            array = array.astype("datetime64[ns]").astype(np.int64) / 86400e9
+        elif has_dates:
+            fail_kind("times", "be dates, as those of the fit", array.dtype)
+        if array.dtype.kind not in "iuf" or array.ndim != 1:
+            fail_kind("times", "be numbers [time]", f"{array.dtype} of shape {array.shape}")
+        check_finite("times", array)
+        arrays.append(array.astype(float))
+    return arrays
 
 
 def _with_times(trajectories: Trajectories, times: Any) -> Trajectories:
     """Return the runs with the times of an argument."""
     if times is None:
         return trajectories
-    num_runs = len(trajectories.runs)
-    listed = list(times) if _is_per_run(times) else [times] * num_runs
-    if len(listed) != num_runs:
-        fail("times", f"be one array, or a list of {num_runs}, one per run", len(listed))
-    has_dates = np.asarray(listed[0]).dtype.kind == "M"
-    arrays = []
-    for index, array in enumerate(listed):
-        name = f"times[{index}]" if _is_per_run(times) else "times"
-        array = _as_times(name, array, has_dates)
-        length = len(trajectories.runs[index])
-        if len(array) != length:
-            fail(name, f"have the {length} times of run {index}", len(array))
-        arrays.append(array)
+    arrays = _times_of_runs(times, len(trajectories.runs), False)
+    for index, states in enumerate(trajectories.runs):
+        if len(arrays[index]) != len(states):
+            fail("times", f"have the {len(states)} times of run {index}", len(arrays[index]))
     step = float(np.median(np.concatenate([np.diff(array) for array in arrays])))
+    first = times[0] if isinstance(times, list | tuple) else times
+    has_dates = np.asarray(first).dtype.kind == "M"
     unit = "day" if has_dates else "time"
     return trajectories._replace(times=arrays, time_step=step, unit=unit, has_dates=has_dates)
 
@@ -321,65 +288,65 @@ def _check_rising(trajectories: Trajectories) -> None:
             fail("times", f"rise within run {index} of two rows or more", received, advice)
 
 
-def _check_rows(trajectories: Trajectories, rank: int) -> None:
-    """Raise unless there are more numbers than rates and amplitudes."""
+def _num_free(trajectories: Trajectories, rank: int) -> int:
+    """Return how many numbers there are, apart from amplitudes and rates; raise below 1."""
     num_columns = trajectories.runs[0].shape[1]
-    num_free = 0
-    for states in trajectories.runs:
-        num_free += max(len(states) - rank, 0) * num_columns
-    if num_free <= rank:
-        longest = max(map(len, trajectories.runs))
-        fail("rank", f"be below the number of rows of a run ({longest})", rank)
+    lengths = np.array(list(map(len, trajectories.runs)))
+    num_free = int(np.maximum(lengths - rank, 0).sum()) * num_columns - rank
+    if num_free < 1:
+        fail("rank", f"be below the number of rows of a run ({lengths.max()})", rank)
+    return num_free
 
 
 def _problem(trajectories: Trajectories) -> _Problem:
     """Return padded samples in principal components, on times from -1 to 1."""
     runs = trajectories.runs
-    lengths = [len(states) for states in runs]
     left, sizes, basis = np.linalg.svd(np.concatenate(runs), full_matrices=False)
-    components = np.split(left * sizes, np.cumsum(lengths)[:-1])
-    num_runs = _next_power(len(runs))
-    num_times = _next_power(max(lengths))
-    num_components = _next_power(len(sizes))
-    middles = np.array([0.5 * (times[0] + times[-1]) for times in trajectories.times])
-    spans = np.array([times[-1] - times[0] for times in trajectories.times])
-    unit_time = 0.5 * spans.max()
+    ends = np.cumsum(list(map(len, runs)))
+    components = np.split(left * sizes, ends[:-1])
+    first = np.array([times[0] for times in trajectories.times])
+    last = np.array([times[-1] for times in trajectories.times])
+    middles = 0.5 * (first + last)
+    unit_time = 0.5 * float((last - first).max())
     step = trajectories.time_step / unit_time
 
-    states = np.zeros((num_runs, num_times, num_components))
-    scaled_times = np.zeros((num_runs, num_times))
-    weights = np.zeros((num_runs, num_times))
-    reach = np.zeros(num_runs)
-    reach[: len(runs)] = 0.5 * spans / unit_time
-    for index, length in enumerate(lengths):
-        states[index, :length, : len(sizes)] = components[index]
+    dtype = working_dtype()
+    shape = (_next_power(len(runs)), _next_power(max(map(len, runs))))
+    states = np.zeros((*shape, _next_power(len(sizes))), dtype)
+    scaled_times = np.zeros(shape, dtype)
+    weights = np.zeros(shape, dtype)
+    for index, array in enumerate(components):
+        length = len(array)
+        states[index, :length, : len(sizes)] = array
         scaled_times[index, :length] = (trajectories.times[index] - middles[index]) / unit_time
         weights[index, :length] = 1.0
+    reach = np.abs(scaled_times).max(1)
 
     # A cell is half of a step, and the grid is four times as long as the longest run.
-    num_cells = max(16 * num_times, _next_power(int(16 / step)))
+    num_cells = max(16 * shape[1], _next_power(int(16 / step)))
     num_cells = min(num_cells, _MAX_CELLS)
     spacing = max(0.5 * step, 8 / num_cells)
-    cells = np.where(weights > 0, np.round((scaled_times + 1) / spacing), 0)
-    dtype = working_dtype()
-    samples = Samples(
-        states.astype(dtype), scaled_times.astype(dtype), weights.astype(dtype), reach.astype(dtype)
+    cells = np.round((scaled_times + 1) / spacing).astype(np.int32)
+    return _Problem(
+        samples=Samples(states, scaled_times, weights, reach),
+        basis=basis,
+        limits=Limits(np.asarray(_FASTEST / step, dtype), np.asarray(np.pi / step, dtype)),
+        grid=Grid(cells, np.asarray(spacing, dtype), num_cells, num_cells // 4),
+        middles=middles,
+        reach=reach[: len(runs)],
+        unit_time=unit_time,
     )
-    grid = Grid(cells.astype(np.int32), np.asarray(spacing, dtype), num_cells, num_cells // 4)
-    limits = Limits(np.asarray(_FASTEST / step, dtype), np.asarray(np.pi / step, dtype))
-    num_leading = min(num_components, 16)
-    return _Problem(samples, basis, limits, grid, middles, float(unit_time), num_leading)
 
 
 def _fitted(problem: _Problem, rank: int) -> tuple[Solution, Any]:
     """Return the fit of a rank, and the largest power in its residual."""
     num_blocks = (rank + 1) // 2
     slots = np.arange(_next_power(num_blocks))
-    zeros = np.zeros(len(slots), working_dtype())
+    parameters = np.zeros((2, len(slots)), working_dtype())
     # With an odd rank the first block is one exponential, such as a constant.
     is_pair = (slots > 0) | (rank % 2 == 0)
-    empty = Blocks(zeros, zeros, slots < num_blocks, is_pair)
-    return start_and_fit(problem.samples, empty, problem.limits, problem.grid, problem.num_leading)
+    empty = Blocks(parameters, slots < num_blocks, is_pair)
+    return start_and_fit(problem.samples, empty, problem.limits, problem.grid)
 
 
 def _automatic(problem: _Problem, trajectories: Trajectories) -> tuple[int, tuple[Solution, Any]]:
@@ -388,32 +355,33 @@ def _automatic(problem: _Problem, trajectories: Trajectories) -> tuple[int, tupl
     if num_columns < _MIN_COLUMNS:
         advice = "Pass rank=2 for one damped oscillation, 4 for two"
         fail("rank", f"be an integer for fewer than {_MIN_COLUMNS} columns", None, advice)
-    ranks = []
+    smallest = 1
     noise = 0.0
-    num_free = 0
+    num_noise = 0
+    energy = 0.0
     for states in trajectories.runs:
         sizes = np.linalg.svd(states, compute_uv=False)
         # The lower median: of eight values with four signals, the fifth.
         padded = np.append(sizes, np.zeros(1 - len(sizes) % 2))
-        rank_of_run = threshold_rank(padded, len(states), num_columns)
-        ranks.append(rank_of_run)
-        noise += np.sum(sizes[rank_of_run:] ** 2)
-        num_free += (len(states) - rank_of_run) * (num_columns - rank_of_run)
-    smallest = max(ranks)
-    energy = sum(np.sum(states**2) for states in trajectories.runs)
-    floor = float(np.finfo(working_dtype()).eps) ** 1.2 * energy
+        rank = threshold_rank(padded, len(states), num_columns)
+        smallest = max(smallest, rank)
+        energy += np.sum(sizes**2)
+        noise += np.sum(sizes[rank:] ** 2)
+        num_noise += (len(states) - rank) * (num_columns - rank)
+    variance = _NOISE_RATIO * noise / max(num_noise, 1)
+    variance += float(np.finfo(working_dtype()).eps) ** 1.2 * energy
 
-    _check_rows(trajectories, smallest)
-    first = _fitted(problem, smallest)
-    for rank in range(smallest, 2 * smallest + 1):
-        num_numbers = sum(max(len(states) - rank, 0) for states in trajectories.runs) * num_columns
-        if num_numbers <= rank:
-            break
-        fitted = first if rank == smallest else _fitted(problem, rank)
-        allowed = _NOISE_RATIO * noise / max(num_free, 1) * num_numbers + floor
+    first = None
+    longest = max(map(len, trajectories.runs))
+    for rank in range(smallest, min(2 * smallest, longest - 2) + 1):
+        num_free = _num_free(trajectories, rank)
+        fitted = _fitted(problem, rank)
+        first = first or fitted
         # Standing waves have one direction for two exponentials.
-        if float(fitted[0].projection.error) <= allowed:
+        if float(fitted[0].projection.error) <= variance * num_free:
             return rank, fitted
+    if first is None:
+        fail("trajectories", f"have more than {smallest + 1} rows", longest)
     return smallest, first
 
 
@@ -437,106 +405,60 @@ def _exponentials(
 ) -> Exponentials:
     """Return the fit with its replicates."""
     lengths = [len(states) for states in trajectories.runs]
-    has_intervals = sum(lengths) >= _MIN_ROWS
+    samples = problem.samples
     stacked = jax.tree.map(lambda leaf: np.asarray(leaf)[None], solution)
-    has_converged = np.ones(0, bool)
-    if has_intervals:
-        replicates = reweighted(
-            problem.samples,
-            solution.blocks,
-            problem.limits,
-            _block_of_row(lengths, problem.samples.times.shape),
-            np.arange(_NUM_BLOCKS, dtype=np.int32),
-        )
+    if sum(lengths) >= _MIN_ROWS:
+        blocks = _block_of_row(lengths, samples.times.shape)
+        numbers = np.arange(_NUM_BLOCKS, dtype=np.int32)
+        replicates = reweighted(samples, solution.blocks, problem.limits, blocks, numbers)
         stacked = jax.tree.map(
             lambda first, leaf: np.concatenate([first, np.asarray(leaf)]), stacked, replicates
         )
-        has_converged = stacked.has_converged[1:]
-    reach = np.asarray(problem.samples.reach)[: len(lengths)]
-    modes = _complex_modes(stacked, reach, len(problem.basis))
-    blocks = solution.blocks
-    is_active = np.asarray(blocks.is_active)
-    is_split = np.asarray(blocks.curvature) <= 0
-    is_entry = np.stack([is_active, is_active & np.asarray(blocks.is_pair) & is_split], 1)
-    entries = np.flatnonzero(is_entry)
-    rates = modes.rates[0, entries] / problem.unit_time
-    scale = np.exp(-np.abs(modes.rates[0, entries].real)[None] * reach[:, None])
-    amplitudes = modes.amplitudes[0][:, entries] * scale[..., None]
-
-    contributions = []
-    fitted = []
-    for index, length in enumerate(lengths):
-        scaled = np.asarray(problem.samples.times)[index : index + 1, :length]
-        run = _Modes(modes.rates[:1], modes.amplitudes[:1, index : index + 1])
-        pieces = _contributions(run, scaled, reach[index : index + 1])[0, 0][:, entries]
-        contributions.append(pieces)
-        fitted.append(pieces.sum(1) @ problem.basis)
-    pieces = np.concatenate(contributions)
-    is_noise = np.sum(pieces**2, (0, 2)) < _NOISE_PEAKS * float(power)
-    residuals = np.concatenate(trajectories.runs) - np.concatenate(fitted)
-    num_numbers = residuals.size
-    num_free = max(num_numbers - rank * (1 + len(lengths) * residuals.shape[1]), 1)
+    modes = _complex_modes(stacked, len(lengths), len(problem.basis))
+    fitted = _Modes(modes.rates[:1], modes.amplitudes[:1])
+    contributions = _contributions(fitted, samples.times[: len(lengths)], problem.reach)[0]
+    contributions = contributions[samples.weights[: len(lengths)] > 0]
+    residuals = np.concatenate(trajectories.runs) - contributions.sum(1) @ problem.basis
+    ratio = residuals.size / _num_free(trajectories, rank)
+    energy = np.sum(contributions**2, (0, 2))
+    scale = np.exp(-np.abs(modes.rates[0].real)[None] * problem.reach[:, None])
+    amplitudes = modes.amplitudes[0] * scale[..., None]
+    rates = modes.rates[0] / problem.unit_time
     return Exponentials(
         growth=rates.real,
-        angular_frequency=np.abs(rates.imag),
+        angular_frequency=rates.imag,
         amplitudes=amplitudes @ problem.basis,
-        columns=trajectories.columns,
-        unit=trajectories.unit,
+        share=_shares(contributions),
         rank=rank,
         trajectories=trajectories,
         _problem=problem,
         _modes=modes,
-        _entries=entries,
-        _reasons=_reasons(modes, entries, problem.limits, has_converged, is_noise),
-        share=_shares(pieces),
-        _residuals=residuals * np.sqrt(num_numbers / num_free),
-        _has_intervals=has_intervals,
+        _reasons=_reasons(modes, problem.limits, stacked, energy < _NOISE_PEAKS * float(power)),
+        _residuals=residuals * np.sqrt(ratio),
     )
 
 
-def _complex_modes(
-    stacked: Solution, reach: Float[np.ndarray, " runs"], num_components: int
-) -> _Modes:
-    """Return complex rates and amplitudes of stacked fits.
-
-    Columns are e^{at} cos(bt) and e^{at} sin(bt), or sin(bt) / b at small b, or exponentials.
-    """
-    num_runs = len(reach)
-    growth = stacked.blocks.growth
-    curvature = stacked.blocks.curvature
-    root = np.sqrt(np.abs(curvature))
-    is_oscillating = curvature > 0
-    spread = np.where(is_oscillating, 1j * root, root)
-    rates = np.stack([growth + spread, growth - spread], -1)
-
+def _complex_modes(stacked: Solution, num_runs: int, num_components: int) -> _Modes:
+    """Return complex rates and amplitudes of stacked fits, for the modes of the first."""
+    blocks = stacked.blocks
+    growth, curvature = np.moveaxis(blocks.parameters, 1, 0)
+    root = np.sqrt((-curvature).astype(complex))
+    rates = np.stack([growth + root, growth - root], -1)
     amplitudes = stacked.projection.amplitudes[:, :num_runs, :, :num_components]
     shape = (*amplitudes.shape[:2], growth.shape[1], 2, num_components)
     first, second = np.moveaxis(amplitudes.reshape(shape), 3, 0)
-    tiny = np.finfo(float).eps
-    # Real rates from -1 to 1 share the columns cosh(kt) and sinh(kt) / k.
-    is_series = np.abs(curvature) <= 1
-    slope = np.where(is_series, 1 / np.maximum(root, tiny), 1.0)[:, None, :, None]
-    is_pair = stacked.blocks.is_pair[:, None, :, None]
-    is_wave = is_oscillating[:, None, :, None]
-    is_hyperbolic = (is_series & ~is_oscillating)[:, None, :, None] & is_pair
-    second = second * slope
-    upper = np.where(is_wave, first - 1j * second, first)
-    upper = np.where(is_hyperbolic, 0.5 * (first + second), upper)
-    lower = np.where(is_wave, 0.0, second)
-    lower = np.where(is_hyperbolic, 0.5 * (first - second), lower)
-    paired = np.stack([upper, lower], 3)
-    # Columns of a block at small curvature were divided by the largest value of e^{at} alone.
-    excess = np.where(is_series[..., None], np.abs(rates.real) - np.abs(growth)[..., None], 0.0)
-    paired = paired * np.exp(excess[:, None] * reach[None, :, None, None])[..., None]
-    num_fits = len(growth)
-    return _Modes(
-        rates.reshape(num_fits, -1), paired.reshape(num_fits, num_runs, -1, num_components)
-    )
+    # The second column of a conjugate pair is a sine.
+    is_wave = (curvature > 0)[:, None, :, None]
+    paired = np.stack([np.where(is_wave, first - 1j * second, first), second * ~is_wave], 3)
+
+    is_second = blocks.is_active[0] & blocks.is_pair[0] & (curvature[0] <= 0)
+    is_mode = np.stack([blocks.is_active[0], is_second], -1)
+    return _Modes(rates[:, is_mode], paired[:, :, is_mode])
 
 
 def _contributions(
     modes: _Modes, times: Float[np.ndarray, "runs time"], reach: Float[np.ndarray, " runs"]
-) -> Float[np.ndarray, "fits runs time entries k"]:
+) -> Float[np.ndarray, "fits runs time modes k"]:
     """Return what every entry contributes to the states."""
     rates = modes.rates[:, None, None, :]
     exponents = rates * times[None, :, :, None]
@@ -557,15 +479,12 @@ def _half_width(
 ) -> Float[np.ndarray, "*shape"]:
     """Return half of the interval of the first row by the replicates in the other rows."""
     replicates = values[1:]
-    if not len(replicates):
-        return np.full(values.shape[1:], np.nan)
-    deviations = replicates - replicates.mean(0)
     if basis is not None:
-        deviations = deviations @ basis
-    num_blocks = len(replicates)
-    square = (num_blocks - 1) / num_blocks * np.sum(deviations**2, 0)
-    quantile = student_quantile(deviations.reshape(num_blocks, -1), level).reshape(square.shape)
-    return quantile * np.sqrt(square) / (1 - KEPT_WEIGHT)
+        replicates = replicates @ basis
+    if not len(replicates):
+        return np.full(replicates.shape[1:], np.nan)
+    error = jackknife_error(replicates) / (1 - KEPT_WEIGHT)
+    return student_quantile(replicates, level) * error
 
 
 def _shares(contributions: Float[np.ndarray, "rows modes k"]) -> Float[np.ndarray, " modes"]:
@@ -578,30 +497,22 @@ def _shares(contributions: Float[np.ndarray, "rows modes k"]) -> Float[np.ndarra
 
 
 def _reasons(
-    modes: _Modes,
-    entries: Int[np.ndarray, " modes"],
-    limits: Limits,
-    has_converged: Bool[np.ndarray, " replicates"],
-    is_noise: Bool[np.ndarray, " modes"],
+    modes: _Modes, limits: Limits, stacked: Solution, is_noise: Bool[np.ndarray, " modes"]
 ) -> list[str]:
     """Return why modes are not resolved, "" for those that are."""
-    rates = modes.rates[0, entries]
-    is_wave = modes.rates[:, entries].imag != 0
-    changed = np.mean(is_wave[1:] != is_wave[0], 0) if len(is_wave) > 1 else np.zeros(len(rates))
-    reasons = []
-    for rate, share, is_weak in zip(rates, changed, is_noise, strict=True):
-        reason = ""
-        if not len(has_converged):
-            reason = f"fewer than {_MIN_ROWS} rows"
-        elif np.mean(~has_converged) > _CHANGED_SHARE:
-            reason = "fits without a block do not converge; take a smaller rank"
-        elif abs(rate.real) > 0.99 * float(limits.growth):
-            reason = "growth or decay within one step"
-        elif abs(rate.imag) > 0.99 * float(limits.frequency):
-            reason = "at or beyond Nyquist; shorten the step"
-        elif is_weak:
-            reason = "as weak as peaks of the noise; take a smaller rank"
-        elif share > _CHANGED_SHARE:
-            reason = "a pair and two real rates fit alike; change the rank"
-        reasons.append(reason)
-    return reasons
+    num_replicates = len(modes.rates) - 1
+    if not num_replicates:
+        return [f"fewer than {_MIN_ROWS} rows"] * len(is_noise)
+    rates = modes.rates[0]
+    is_wave = modes.rates.imag > 0
+    changed = np.sum(is_wave != is_wave[:1], 0) / num_replicates
+    has_failed = np.mean(~stacked.has_converged) > _CHANGED_SHARE
+    is_failed_of_reason = {
+        "fits with less weight on a block do not converge; take a smaller rank": has_failed,
+        "growth or decay within one step": np.abs(rates.real) > 0.99 * limits.growth,
+        "at or beyond Nyquist; shorten the step": rates.imag > 0.99 * limits.frequency,
+        "as weak as peaks of the noise; take a smaller rank": is_noise,
+        "a pair and two real rates fit alike; change the rank": changed > _CHANGED_SHARE,
+    }
+    conditions = [np.broadcast_to(mask, rates.shape) for mask in is_failed_of_reason.values()]
+    return np.select(conditions, list(is_failed_of_reason), "").tolist()
