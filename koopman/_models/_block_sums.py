@@ -193,7 +193,7 @@ def replicate(
     lag: int,
     blocks: Blocks,
     scale: Float[AnyArray, " R"],
-    alpha: float | Array,
+    alpha: float | AnyArray,
     *,
     kind: str,
     rank: int | None,

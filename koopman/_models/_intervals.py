@@ -100,75 +100,100 @@ def rate_intervals(
         memory: Lags that the delays span, if all latent functions are used; else 0.
     """
     index = np.flatnonzero(np.imag(eigenvalues) >= 0)
-    reference = eigenvalues[index]
+    centre = _rates(eigenvalues[index], time)
+    undefined = np.full_like(centre, np.nan)
     reason = few_pairs(num_pairs, num_latent, residual)
     if not reason and replicates is None:
         reason = f"fewer than {MIN_BLOCKS} blocks: record longer, or more runs"
     elif not reason and richer is None:
         reason = "runs too short for a check with twice the delays"
     if reason or replicates is None or richer is None:
-        undefined = np.full(len(index), np.nan)
-        centre = _rates(reference, time)
-        ends = [np.stack([values, undefined, undefined]) for values in centre]
-        return Intervals(index, ends[0], ends[1], [reason] * len(index), undefined)
+        reasons = [reason] * len(index)
+        return _intervals(index, centre, undefined, reasons, undefined[:, 0])
 
-    deleted = matched(eigenvalues, replicates.eigenvalues[1 : 1 + replicates.num_blocks])
+    num_blocks = replicates.num_blocks
+    reference = eigenvalues[index]
+    deleted = matched(eigenvalues, replicates.eigenvalues[1 : 1 + num_blocks])[:, index]
     tenths = matched(eigenvalues, replicates.eigenvalues[-TENTHS:])[:, index]
-    deleted = deleted[:, index]
+    later = matched(eigenvalues**2, replicates.eigenvalues_later[: 1 + num_blocks])[:, index]
+    richer_values = matched(eigenvalues, richer.eigenvalues[: 1 + num_blocks])[:, index]
     error = jackknife_error(deleted)
-    rounding = np.finfo(eigenvalues.dtype).eps ** 0.5 / time
+    rounding = np.finfo(replicates.eigenvalues.dtype).eps ** 0.5 / time
 
-    ends = []
-    is_biased = np.zeros(len(index), bool)
-    for centre, values, tenth_values in zip(
-        _rates(reference, time), _rates(deleted, time), _rates(tenths, time), strict=True
-    ):
-        deviation = jackknife_error(values)
-        shift = np.mean(tenth_values, 0) - centre
-        spread = np.std(tenth_values, 0, ddof=1) / TENTHS**0.5
-        width = student_quantile(values, level) * deviation + BIAS_SHARE * np.abs(shift)
-        ends.append(np.stack([centre, centre - width, centre + width]))
-        noise = np.maximum(np.maximum(deviation, spread), rounding)
-        # A comparison with NaN is False.
-        is_biased |= ~(np.abs(shift) <= LENGTH_LIMIT * noise)
-    growth, frequency = ends
-    frequency = frequency / (2 * np.pi)
-    frequency[1] = np.maximum(frequency[1], 0.0)
+    rates = _rates(deleted, time)
+    deviation = jackknife_error(rates)
+    tenth_rates = _rates(tenths, time)
+    shift = np.abs(np.mean(tenth_rates, 0) - centre)
+    spread = np.std(tenth_rates, 0, ddof=1) / TENTHS**0.5
+    width = student_quantile(rates, level) * deviation + BIAS_SHARE * shift
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mismatch = np.log(later[0] / reference**2) / 2
+        mismatches = np.log(later[1:] / deleted**2) / 2
+    richer_rates = _rates(richer_values, time)
 
-    gates = {
-        BELOW_NOISE: np.abs(reference) < ZERO_LIMIT * error,
-        "at or beyond Nyquist: shorten the lag": _is_negative(reference),
-        "two real rates or one frequency, by chance: record longer": _is_clustered(
-            reference, deleted
+    is_negative = (reference.imag == 0) & (reference.real < 0)
+    is_changed = (deleted.imag == 0) != (reference.imag == 0)
+    is_faded = np.abs(reference) ** memory * num_pairs**0.5 < FADED_LIMIT
+    # A comparison with NaN is False, so that undefined replicates fail.
+    passes = {
+        BELOW_NOISE: np.abs(reference) >= ZERO_LIMIT * error,
+        "at or beyond Nyquist: shorten the lag": ~is_negative,
+        "two real rates or one frequency, by chance: record longer": (
+            np.mean(is_changed, 0) <= CLUSTER_LIMIT
         ),
         "it decays within the delays: take fewer, or a lower rank": (
-            (memory > 1)
-            & (residual > EXACT)
-            & (np.abs(reference) ** memory * num_pairs**0.5 < FADED_LIMIT)
+            ~is_faded | (memory <= 1) | (residual < EXACT)
         ),
-        "it drifts with the length of the data: record longer": is_biased,
-        "twice the lag disagrees (noise, or features are missing): take more delays": (
-            _lag_excess(eigenvalues, replicates, deleted, index, rounding * time) > LAG_LIMIT
+        "it drifts with the length of the data: record longer": _is_below(
+            shift, np.maximum(deviation, spread), LENGTH_LIMIT, rounding
         ),
-        "twice the delays disagree: take more delays": _delays_excess(
-            richer, eigenvalues, deleted, index, time, rounding
-        )
-        > DELAYS_LIMIT,
+        "twice the lag disagrees (noise, or features are missing): take more delays": _is_below(
+            _components(mismatch),
+            jackknife_error(_components(mismatches)),
+            LAG_LIMIT,
+            rounding * time,
+        ),
+        "twice the delays disagree: take more delays": _is_below(
+            richer_rates[0] - centre,
+            jackknife_error(richer_rates[1:] - rates),
+            DELAYS_LIMIT,
+            rounding,
+        ),
     }
     reasons = []
     for mode in range(len(index)):
-        failures = [name for name, fails in gates.items() if fails[mode]]
+        failures = [name for name, is_passed in passes.items() if not is_passed[mode]]
         reasons.append(failures[0] if failures else "")
+    return _intervals(index, centre, width, reasons, error)
+
+
+def _intervals(
+    index: np.ndarray, centre: np.ndarray, width: np.ndarray, reasons: list[str], error: np.ndarray
+) -> Intervals:
+    """Return intervals of growth and angular frequency [modes, 2], the latter in cycles."""
+    ends = np.stack([centre, centre - width, centre + width])
+    growth = ends[..., 0]
+    frequency = ends[..., 1] / (2 * np.pi)
+    frequency[1] = np.maximum(frequency[1], 0.0)
     return Intervals(index, growth, frequency, reasons, error)
 
 
-def _rates(
-    values: Complex[np.ndarray, "..."], time: float
-) -> tuple[Float[np.ndarray, "..."], Float[np.ndarray, "..."]]:
-    """Return growth and angular frequency."""
+def _is_below(
+    difference: np.ndarray, error: np.ndarray, limit: float, rounding: float
+) -> Bool[np.ndarray, " modes"]:
+    """Return True where differences [modes, 2] are below a multiple of their errors."""
+    return np.all(np.abs(difference) <= limit * np.maximum(error, rounding), -1)
+
+
+def _components(values: np.ndarray) -> Float[np.ndarray, "*k 2"]:
+    return np.stack([values.real, values.imag], -1)
+
+
+def _rates(values: np.ndarray, time: float) -> Float[np.ndarray, "*k 2"]:
+    """Return growth and angular frequency of eigenvalues."""
     with np.errstate(divide="ignore"):
-        growth = np.log(np.abs(values)) / time
-    return growth, np.abs(np.angle(values)) / time
+        growth = np.log(np.abs(values))
+    return np.stack([growth, np.abs(np.angle(values))], -1) / time
 
 
 def matched(
@@ -197,7 +222,7 @@ def jackknife_error(values: np.ndarray) -> Float[np.ndarray, "*modes"]:
 
 
 def student_quantile(
-    values: Float[np.ndarray, "N *modes"], level: float
+    values: Float[np.ndarray, "N *modes"], level: float | np.ndarray
 ) -> Float[np.ndarray, "*modes"]:
     """Return Student's quantile, with degrees of freedom by the kurtosis of the replicates."""
     num_blocks = len(values)
@@ -207,57 +232,3 @@ def student_quantile(
     excess = np.maximum(kurtosis - 1, 1e-6)
     degrees = np.clip(2 * num_blocks / excess, 1.5, num_blocks - 1)
     return stdtrit(degrees, 0.5 + 0.5 * level)
-
-
-def _is_negative(reference: Complex[np.ndarray, " modes"]) -> Bool[np.ndarray, " modes"]:
-    """Return True for real negative eigenvalues."""
-    return (reference.imag == 0) & (reference.real < 0)
-
-
-def _is_clustered(
-    reference: Complex[np.ndarray, " modes"], deleted: Complex[np.ndarray, "N modes"]
-) -> Bool[np.ndarray, " modes"]:
-    """Return True for pairs that are often real, and for real eigenvalues that are often pairs."""
-    is_real = deleted.imag == 0
-    is_changed = is_real != (reference.imag == 0)
-    return np.mean(is_changed, 0) > CLUSTER_LIMIT
-
-
-def _lag_excess(
-    eigenvalues: Complex[np.ndarray, " r"],
-    replicates: Replicates,
-    deleted: Complex[np.ndarray, "N modes"],
-    index: Int[np.ndarray, " modes"],
-    rounding: float,
-) -> Float[np.ndarray, " modes"]:
-    """Return log(lambda(2 lag) / lambda(lag)^2) / 2 over its error, the larger component."""
-    later = replicates.eigenvalues_later[: 1 + replicates.num_blocks]
-    later = matched(eigenvalues**2, later)[:, index]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        differences = np.log(later[1:] / deleted**2) / 2
-        difference = np.log(later[0] / eigenvalues[index] ** 2) / 2
-    ratios = []
-    for component in (np.real, np.imag):
-        error = np.maximum(jackknife_error(component(differences)), rounding)
-        ratios.append(np.abs(component(difference)) / error)
-    return np.max(ratios, 0)
-
-
-def _delays_excess(
-    richer: Replicates,
-    eigenvalues: Complex[np.ndarray, " r"],
-    deleted: Complex[np.ndarray, "N modes"],
-    index: Int[np.ndarray, " modes"],
-    time: float,
-    rounding: float,
-) -> Float[np.ndarray, " modes"]:
-    """Return differences of rates with richer features over their errors, the larger of two."""
-    values = matched(eigenvalues, richer.eigenvalues[: 1 + richer.num_blocks])[:, index]
-    reference = eigenvalues[index]
-    ratios = []
-    for richer_rates, centre, rates in zip(
-        _rates(values, time), _rates(reference, time), _rates(deleted, time), strict=True
-    ):
-        error = np.maximum(jackknife_error(richer_rates[1:] - rates), rounding)
-        ratios.append(np.abs(richer_rates[0] - centre) / error)
-    return np.max(ratios, 0)

@@ -199,12 +199,12 @@ def _computed(config: Config, key: Array, data: None, cache: Cache) -> xarray.Da
             is_held[row, index, :, :num_modes] = trials["is_held"]
             is_strong[row, index, :, :num_modes] = trials["is_strong"]
 
-    is_resolved = np.isfinite(is_held[..., 0])
-    coverage, coverage_error = _fraction(is_held, np.isfinite(is_held))
+    is_defined = np.isfinite(is_held)
+    is_resolved = is_defined[..., 0]
+    coverage, coverage_error = _fraction(is_held, is_defined)
     withheld, withheld_error = _fraction(~is_resolved, is_strong == 1)
     with np.errstate(invalid="ignore"):
-        sums = np.nansum(is_held, (2, 4))
-        mode_coverage = sums / np.isfinite(is_held).sum((2, 4))
+        mode_coverage = np.nansum(is_held, (2, 4)) / np.sum(is_defined, (2, 4))
     axes = ("systems", "lengths")
     mode_axes = (*axes, "seeds", "modes")
     variables = {
@@ -229,8 +229,8 @@ def _computed(config: Config, key: Array, data: None, cache: Cache) -> xarray.Da
 def _trials(config: Config, system: System, length: int, key: Array) -> dict[str, np.ndarray]:
     """Return whether intervals hold the exact rates, for every trajectory."""
     truth = system.eigenvalues
-    growth = np.log(np.abs(truth))
-    frequency = np.angle(truth) / (2 * np.pi)
+    exact = np.stack([np.log(np.abs(truth)), np.angle(truth) / (2 * np.pi)], 1)
+    has_rate = np.stack([np.isfinite(truth), truth.imag > 0], 1)
     is_held = np.full((config.num_seeds, len(truth), 2), np.nan)
     is_strong = np.zeros((config.num_seeds, len(truth)))
     trajectories = np.asarray(system.sample(length, config.num_seeds, key))
@@ -240,12 +240,12 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
         modes = np.argmin(np.abs(nearest[:, None] - table.eigenvalues), 1)
         rates = table.rates.isel(mode=modes)
         is_strong[seed] = rates.reason.values != BELOW_NOISE
-        for column, (name, exact) in enumerate((("growth", growth), ("frequency", frequency))):
-            low = rates[f"{name}_low"].values
-            high = rates[f"{name}_high"].values
-            is_defined = rates.resolved.values & ((name == "growth") | (truth.imag > 0))
-            is_within = (low <= exact) & (exact <= high)
-            is_held[seed, :, column] = np.where(is_defined, is_within, np.nan)
+        ends = [
+            rates[[f"growth{end}", f"frequency{end}"]].to_array().T for end in ("_low", "_high")
+        ]
+        is_within = (ends[0].values <= exact) & (exact <= ends[1].values)
+        is_defined = rates.resolved.values[:, None] & has_rate
+        is_held[seed] = np.where(is_defined, is_within, np.nan)
     return {"is_held": is_held, "is_strong": is_strong}
 
 

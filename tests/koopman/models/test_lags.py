@@ -14,7 +14,7 @@ def double():
 
 def relaxations(num_steps, noise=0.0):
     """Two relaxations of 0.95 and 0.8 per step."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(1)
     kicks = rng.normal(size=(num_steps, 2))
     states = np.zeros_like(kicks)
     for t in range(1, num_steps):
