@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from dissociation import plotting
 from koopman._models._rates import falling_order
-from koopman._models._trajectories import as_coordinates
+from koopman._models._trajectories import as_dates
 
 _NUM_MODES = 4
 """Number of leading modes with a colour and a shape."""
@@ -83,7 +83,7 @@ def scene_of(model: Any, steps: int, level: float = 0.9) -> Scene:
         table.eigenvalues,
         True,
         table.shapes,
-        _as_dates(series.times[start:end], meaning.has_dates),
+        as_dates(series.times[start:end], meaning.has_dates),
         states.reshape(len(states), -1),
         forecast,
         list(map(str, meaning.columns)),
@@ -97,14 +97,14 @@ def draw_exponentials(fitted: Any, steps: int) -> Figure:
     trajectories = fitted.trajectories
     times = trajectories.times[0][-2 * steps :]
     end = times[-1] + steps * trajectories.time_step
-    grid = as_coordinates(trajectories, np.linspace(times[0], end, _NUM_POINTS))
+    grid = as_dates(np.linspace(times[0], end, _NUM_POINTS), trajectories.has_dates)
     order = falling_order(fitted.share, fitted.growth)
     scene = Scene(
         fitted.rates(),
         (fitted.growth + 1j * fitted.angular_frequency)[order],
         False,
         fitted.amplitudes[0][order],
-        as_coordinates(trajectories, times),
+        as_dates(times, trajectories.has_dates),
         trajectories.runs[0][-2 * steps :],
         fitted.predict(grid).isel(run=0),
         list(map(str, trajectories.columns)),
@@ -173,12 +173,6 @@ def _draw_consistency(axes: Axes, mode: xarray.Dataset, index: int) -> None:
     axes.errorbar(predicted, measured, xerr=errors, **style)
 
 
-def _as_dates(times: Float[np.ndarray, " n"], has_dates: bool) -> Any:
-    if not has_dates:
-        return times
-    return np.round(times * 86400e9).astype(np.int64).astype("datetime64[ns]")
-
-
 def _clock(unit: str, has_dates: bool) -> str:
     """Return the label of an axis of time."""
     if has_dates:
@@ -229,7 +223,13 @@ def _draw_values(axes: Axes, scene: Scene) -> None:
         face = color if is_resolved[index] else "none"
         label = f"mode {index}" if index < _NUM_MODES else None
         axes.plot(
-            pair.real, pair.imag, "o", color=color, markerfacecolor=face, markersize=4, label=label
+            np.real(pair),
+            np.imag(pair),
+            "o",
+            color=color,
+            markerfacecolor=face,
+            markersize=4,
+            label=label,
         )
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="best")

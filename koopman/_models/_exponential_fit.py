@@ -91,9 +91,9 @@ class Solution(NamedTuple):
 
 def _design(
     blocks: Blocks,
-    times: Float[Array, " time"],
-    weights: Float[Array, " time"],
-    reach: Float[Array, ""],
+    times: Float[AnyArray, " time"],
+    weights: Float[AnyArray, " time"],
+    reach: Float[AnyArray, ""],
 ) -> Float[Array, "3 time blocks 2"]:
     """Return weighted columns of a run, and their derivatives by growth and by curvature.
 

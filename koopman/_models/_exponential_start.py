@@ -1,5 +1,7 @@
 """Greedy start of sums of exponentials from a periodogram over rate and frequency."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -45,7 +47,7 @@ class Grid(eqx.Module):
 
 
 def periodogram(
-    samples: Samples, residual: Float[Array, "runs time d"], grid: Grid
+    samples: Samples, residual: Float[AnyArray, "runs time d"], grid: Grid
 ) -> Float[Array, "rates frequencies"]:
     """Return the decrease of the squared error by one more pair, at every rate and frequency.
 
@@ -58,7 +60,7 @@ def periodogram(
     rates = jnp.asarray(_RATES, residual.dtype)
     width = residual.shape[2]
 
-    def of_run(rate: Array, states: Array, times: Array, weights: Array, cells: Array) -> Array:
+    def of_run(rate: Array, states: Any, times: Any, weights: Any, cells: Any) -> Array:
         exponent = jnp.where(weights > 0, rate * times, -jnp.inf)
         largest = jnp.max(exponent)
         decay = jnp.exp(exponent - jnp.where(jnp.isfinite(largest), largest, 0.0)) * weights
@@ -156,7 +158,7 @@ def reweighted(
     its weight, four thirds of the deviations are closer to it.
     """
 
-    def replicate(number: Array) -> Solution:
+    def replicate(number: AnyArray) -> Solution:
         weights = samples.weights * jnp.where(block_of_row == number, KEPT_WEIGHT**0.5, 1.0)
         return optimise(
             samples._replace(weights=weights), fitted, limits, jnp.asarray(_REPLICATE_STEPS)

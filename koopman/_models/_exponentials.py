@@ -18,7 +18,7 @@ from koopman._models._lifting import threshold_rank, working_dtype
 from koopman._models._rates import RateEstimates, rates_dataset, rates_summary
 from koopman._models._trajectories import (
     Trajectories,
-    as_coordinates,
+    as_dates,
     drop_missing,
     read_trajectories,
 )
@@ -113,10 +113,19 @@ class Exponentials(eqx.Module):
         """
         check_level(level)
         rates = self._modes.rates / self._problem.unit_time
-        growth = _interval(rates.real, level)
-        frequency = _interval(rates.imag / (2 * np.pi), level)
+        growth = _interval(np.real(rates), level)
+        frequency = _interval(np.imag(rates) / (2 * np.pi), level)
         frequency[1] = np.maximum(frequency[1], 0.0)
-        estimates = RateEstimates(*growth, *frequency, self.share, self._reasons)
+        estimates = RateEstimates(
+            growth[0],
+            growth[1],
+            growth[2],
+            frequency[0],
+            frequency[1],
+            frequency[2],
+            self.share,
+            self._reasons,
+        )
         return rates_dataset(estimates, self.trajectories.unit, level)
 
     def summary(self) -> str:
@@ -159,7 +168,7 @@ class Exponentials(eqx.Module):
         coords = {
             "run": list(trajectories.labels),
             "column": list(trajectories.columns),
-            "time": (("run", "step"), as_coordinates(trajectories, run_times)),
+            "time": (("run", "step"), as_dates(run_times, trajectories.has_dates)),
         }
         variables = {name: (dims, values) for name, values in bands.items()}
         dataset = xarray.Dataset(variables, coords, {"unit": trajectories.unit})
@@ -378,7 +387,8 @@ def _automatic(problem: _Problem, trajectories: Trajectories) -> tuple[int, tupl
         fitted = _fitted(problem, rank)
         first = first or fitted
         # Standing waves have one direction for two exponentials.
-        if float(fitted[0].projection.error) <= variance * num_free:
+        is_explained = float(fitted[0].projection.error) <= variance * num_free
+        if is_explained and bool(fitted[0].has_converged):
             return rank, fitted
     if first is None:
         fail("trajectories", f"have more than {smallest + 1} rows", longest)
@@ -405,8 +415,8 @@ def _exponentials(
 ) -> Exponentials:
     """Return the fit with its replicates."""
     lengths = [len(states) for states in trajectories.runs]
-    samples = problem.samples
-    stacked = jax.tree.map(lambda leaf: np.asarray(leaf)[None], solution)
+    samples: Any = problem.samples
+    stacked: Any = jax.tree.map(lambda leaf: np.asarray(leaf)[None], solution)
     if sum(lengths) >= _MIN_ROWS:
         blocks = _block_of_row(lengths, samples.times.shape)
         numbers = np.arange(_NUM_BLOCKS, dtype=np.int32)
@@ -421,7 +431,7 @@ def _exponentials(
     residuals = np.concatenate(trajectories.runs) - contributions.sum(1) @ problem.basis
     ratio = residuals.size / _num_free(trajectories, rank)
     energy = np.sum(contributions**2, (0, 2))
-    scale = np.exp(-np.abs(modes.rates[0].real)[None] * problem.reach[:, None])
+    scale = np.exp(-np.abs(np.real(modes.rates[0]))[None] * problem.reach[:, None])
     amplitudes = modes.amplitudes[0] * scale[..., None]
     rates = modes.rates[0] / problem.unit_time
     return Exponentials(
@@ -438,7 +448,7 @@ def _exponentials(
     )
 
 
-def _complex_modes(stacked: Solution, num_runs: int, num_components: int) -> _Modes:
+def _complex_modes(stacked: Any, num_runs: int, num_components: int) -> _Modes:
     """Return complex rates and amplitudes of stacked fits, for the modes of the first."""
     blocks = stacked.blocks
     growth, curvature = np.moveaxis(blocks.parameters, 1, 0)
@@ -462,7 +472,7 @@ def _contributions(
     """Return what every entry contributes to the states."""
     rates = modes.rates[:, None, None, :]
     exponents = rates * times[None, :, :, None]
-    largest = np.abs(modes.rates.real)[:, None, None] * reach[None, :, None, None]
+    largest = np.abs(np.real(modes.rates))[:, None, None] * reach[None, :, None, None]
     with np.errstate(over="ignore", invalid="ignore"):
         waves = np.exp(exponents - largest)[..., None]
         return np.real(waves * modes.amplitudes[:, :, None])
@@ -497,14 +507,14 @@ def _shares(contributions: Float[np.ndarray, "rows modes k"]) -> Float[np.ndarra
 
 
 def _reasons(
-    modes: _Modes, limits: Limits, stacked: Solution, is_noise: Bool[np.ndarray, " modes"]
+    modes: _Modes, limits: Limits, stacked: Any, is_noise: Bool[np.ndarray, " modes"]
 ) -> list[str]:
     """Return why modes are not resolved, "" for those that are."""
     num_replicates = len(modes.rates) - 1
     if not num_replicates:
         return [f"fewer than {_MIN_ROWS} rows"] * len(is_noise)
     rates = modes.rates[0]
-    is_wave = modes.rates.imag > 0
+    is_wave = np.imag(modes.rates) > 0
     changed = np.sum(is_wave != is_wave[:1], 0) / num_replicates
     has_failed = np.mean(~stacked.has_converged) > _CHANGED_SHARE
     is_failed_of_reason = {

@@ -105,7 +105,9 @@ def test_the_rank_counts_exponentials_of_standing_waves():
 
 def test_runs_have_times_and_amplitudes_of_their_own():
     rng = np.random.default_rng(3)
-    times = [np.sort(rng.uniform(0, 6, size)) + start for size, start in ((50, 0), (30, 7), (64, 2))]
+    times = [
+        np.sort(rng.uniform(0, 6, size)) + start for size, start in ((50, 0), (30, 7), (64, 2))
+    ]
     runs = [waves(rng, array, noise=0.02) for array in times]
     fitted = fit_exponentials(runs, times, 4)
     np.testing.assert_allclose(found_rates(fitted), RATES[::-1], atol=0.02)
@@ -261,7 +263,10 @@ def test_exponentials_of_noise_are_not_resolved(correlation):
 
 
 WRONG = {
-    "times of another length": ((np.ones((50, 2)), np.arange(49.0), 2), "have the 50 times of run 0"),
+    "times of another length": (
+        (np.ones((50, 2)), np.arange(49.0), 2),
+        "have the 50 times of run 0",
+    ),
     "times that fall": ((np.ones((3, 2)), [0.0, 2.0, 1.0], 1), "2 before 1"),
     "times of another number of runs": (
         ([np.ones((9, 2))] * 3, [np.arange(9.0)] * 2, 1),
