@@ -175,7 +175,7 @@ def _series_of_modes(
     lengths = model._row_lengths(model.series)
     lag = model.recipe.lag
     starts, _ = pair_indices(lengths, lag)
-    centred = np.asarray(model.rows) - np.asarray(replicates.mean[0])
+    centred = np.asarray(model.lifted.rows) - np.asarray(replicates.mean[0])
     latent = centred @ np.asarray(replicates.project[0])
     values, vectors = np.linalg.eig(np.asarray(replicates.core[0]))
     index = np.argmin(np.abs(values - eigenvalues[:, None]), 1)

@@ -107,33 +107,21 @@ class Lifted(NamedTuple):
 
     Attributes:
         lifting: Map from the past to features.
-        rows: Features z over `scale`, about 1 in size: [rows, r].
-        scale: Root mean squares of the features z, [r].
+        rows: Features over `scale`, about 1 in size: [rows, r].
+        scale: Root mean squares of the features, [r].
         sizes: Root mean squares along all directions, [k].
-        alpha: Tikhonov regularisation in units of z.
+        alpha: Tikhonov regularisation in units of the features.
         lengths: Number of rows of every piece.
-        lag: Steps from x to y.
         squares: Mean squares of the columns before the basis, [F].
     """
 
     lifting: Lifting
-    rows: Rows
-    scale: Float[np.ndarray, " r"]
-    sizes: Float[np.ndarray, " k"]
-    alpha: float
-    lengths: list[int]
-    lag: int
-    squares: Float[np.ndarray, " F"]
-
-    @property
-    def pairs(self) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-        """Row numbers of states and of successors."""
-        return pair_indices(self.lengths, self.lag)
-
-    @property
-    def features(self) -> Rows:
-        """Features z, [rows, r]."""
-        return self.rows * self.scale
+    rows: Any
+    scale: Any
+    sizes: Any
+    alpha: Any
+    lengths: Any
+    squares: Any
 
 
 def pair_indices(
@@ -235,20 +223,18 @@ def column_levels(columns: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " d"]:
     return np.exp2(np.floor(np.log2(np.where(largest > 0, largest, 1.0))))
 
 
-def basis_of_states(
-    states: Float[np.ndarray, "n d"], lengths: Sequence[int], lag: int, is_levelled: bool
-) -> tuple[StateBasis, Float[np.ndarray, "n c"]]:
-    """Return a basis of wide states, and the coordinates of the states."""
+def basis_of_states(runs: Sequence[Rows], lag: int, is_levelled: bool) -> StateBasis:
+    """Return a basis of the states of pieces, wider than they are long."""
+    states = np.concatenate(runs)
     scale = np.ones(states.shape[1])
     if is_levelled:
-        predictors = states[pair_indices(lengths, lag)[0]]
+        predictors = states[pair_indices(list(map(len, runs)), lag)[0]]
         mean = predictors.mean(0)
         deviations = np.abs(predictors - mean).max(0)
         is_constant = deviations <= 4 * np.finfo(working_dtype()).eps * np.abs(mean)
         sizes = np.where(is_constant, np.abs(mean), deviations)
         scale = column_levels(sizes[None] / len(predictors) ** 0.5)
-    vectors, root = np.linalg.qr((states / scale).T)
-    return StateBasis(scale, vectors), root.T
+    return StateBasis(scale, np.linalg.qr((states / scale).T)[0])
 
 
 class Recipe(eqx.Module):
@@ -353,7 +339,8 @@ def lift_rows(
     )
     alpha = _alpha(recipe, trace, min(num_pairs, rows.shape[1]))
     scaled = ((rows - offset) @ (basis / scale)).astype(dtype)
-    return Lifted(lifting, scaled, scale, sizes, alpha, num_rows, recipe.lag, squares)
+    numbers = (np.asarray(alpha), np.asarray(num_rows))
+    return Lifted(lifting, scaled, scale, sizes, *numbers, squares)
 
 
 def _directions(rows: Rows) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, "F k"]]:

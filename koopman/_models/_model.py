@@ -10,30 +10,18 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Array, Complex, Float, Int
+import xarray
+from jaxtyping import Array, Float
 
-from dissociation._core.checks import (
-    check_count,
-    check_known,
-    check_level,
-    fail,
-    fail_kind,
-)
+from dissociation._core.checks import check_count, check_known, check_level, fail, fail_kind
 from dissociation._core.columns import Reading
+from dissociation._core.frames import is_table
 from dissociation._core.types import Size
 from dissociation._core.validation import validated
+from koopman._models import _dynamics as systems
+from koopman._models import _lifting as lifts
 from koopman._models._block_sums import MIN_BLOCKS, Replicates, assign_blocks, replicate
-from koopman._models._forecasts import Forecast, bands, replicated_forecasts
-from koopman._models._inputs import (
-    InputSystem,
-    input_system,
-    refuse_singular,
-    replicated_systems,
-    shares,
-    simulate,
-    spectrum_of,
-    with_eigenvalues,
-)
+from koopman._models._dynamics import Dynamics
 from koopman._models._intervals import (
     Intervals,
     few_pairs,
@@ -41,25 +29,11 @@ from koopman._models._intervals import (
     rate_intervals,
     student_quantile,
 )
-from koopman._models._lifting import (
-    Lifted,
-    Lifting,
-    Recipe,
-    as_features,
-    basis_of_states,
-    delay_rows,
-    has_levels,
-    lift_rows,
-    padded,
-    pair_indices,
-    state_features,
-    threshold_rank,
-    working_dtype,
-)
+from koopman._models._lifting import Lifted, Lifting, Recipe, delay_rows, pair_indices
 from koopman._models._rates import RateEstimates, falling_order, rates_dataset, rates_summary
 from koopman._models._trajectories import (
     Trajectories,
-    as_coordinates,
+    as_dates,
     check_columns,
     cut_at_gaps,
     read_trajectories,
@@ -68,16 +42,14 @@ from koopman._operators._diagnose import findings_of
 from koopman._operators._estimators import Estimator, PrincipalComponents, ReducedRank, Ridge
 from koopman._operators._findings import warn_of
 from koopman._operators._fit import fit
-from koopman._operators._forecast import predict
+from koopman._operators._forecast import warn_lost
 from koopman._operators._kernels import Kernel, Operator, as_module
 from koopman._operators._pairs import Moments
 from koopman._operators._spectrum import decompose
 
 _KINDS: dict[type, str] = {
-    Ridge: "ridge",
-    PrincipalComponents: "principal",
-    ReducedRank: "reduced",
-}
+    Ridge: "ridge", PrincipalComponents: "principal", ReducedRank: "reduced"
+}  # fmt: skip
 _CONSTANT = 0.99
 """Squared mean of an eigenfunction, over its mean square, from which on it is the constant."""
 _LARGE_QR = 2**27
@@ -97,7 +69,6 @@ class Meaning(NamedTuple):
         has_dates: True if times are dates.
         time: Name of the clock in frames.
         run: Name of the runs in frames, or several.
-        selected: Columns of frames that were chosen, or None.
     """
 
     columns: tuple[Any, ...]
@@ -108,7 +79,6 @@ class Meaning(NamedTuple):
     has_dates: bool
     time: Any
     run: Any
-    selected: Any
 
 
 class Series(NamedTuple):
@@ -123,17 +93,21 @@ class Series(NamedTuple):
         run_of_piece: Index of the run, [pieces].
     """
 
-    observed: Float[np.ndarray, "n o"]
-    coordinates: Float[np.ndarray, "n f"] | None
-    inputs: Float[np.ndarray, "n m"] | None
-    times: Float[np.ndarray, " n"]
-    lengths: Int[np.ndarray, " pieces"]
-    run_of_piece: Int[np.ndarray, " pieces"]
+    observed: Any
+    coordinates: Any
+    inputs: Any
+    times: Any
+    lengths: Any
+    run_of_piece: Any
 
     @property
-    def features(self) -> Float[np.ndarray, "n f"]:
-        """Return the features of every state."""
+    def features(self) -> np.ndarray:
+        """Features of every state."""
         return self.observed if self.coordinates is None else self.coordinates
+
+    def delays(self, values: np.ndarray, num_delays: int, span: int) -> np.ndarray:
+        """Return rows of delays, the first of a piece at its state number `span`."""
+        return delay_rows(values, self.lengths.tolist(), num_delays, span)[0]
 
 
 class ModeTable(NamedTuple):
@@ -145,25 +119,34 @@ class ModeTable(NamedTuple):
         shapes: Amplitudes of the modes, [modes, *state].
     """
 
-    rates: Any
-    eigenvalues: Complex[np.ndarray, " modes"]
-    shapes: Complex[np.ndarray, "modes *state"]
+    rates: xarray.Dataset
+    eigenvalues: np.ndarray
+    shapes: np.ndarray
 
 
-class Starts(NamedTuple):
+class _Starts(NamedTuple):
     """Pasts from which forecasts start.
 
     Attributes:
-        rows: Rows of delays, newest first: [runs, k].
-        inputs: Last inputs, in the order of time: [runs, delays - 1, m].
+        rows: Rows, as `KoopmanModel._rows` returns: [runs, R].
+        inputs: Last inputs in the order of time, [runs, delays - 1, m], or None.
         times: Times of the last states, [runs].
         labels: Labels of the runs.
     """
 
-    rows: Float[np.ndarray, "runs k"]
-    inputs: Float[np.ndarray, "runs past m"] | None
-    times: Float[np.ndarray, " runs"]
+    rows: np.ndarray
+    inputs: Any
+    times: np.ndarray
     labels: list[Any]
+
+
+class _Spectrum(NamedTuple):
+    """Eigenvalues [r] with shapes [r, o], shares, and True for the constant."""
+
+    eigenvalues: np.ndarray
+    shapes: np.ndarray
+    share: np.ndarray
+    is_constant: np.ndarray
 
 
 class KoopmanModel(eqx.Module):
@@ -175,34 +158,31 @@ class KoopmanModel(eqx.Module):
 
     Attributes:
         recipe: Estimator, lag, delays, features and kernel.
-        lifting: Map from the last states to features.
-        latent_operator: Operator on these features, or None with inputs.
-        system: Coefficients with inputs, or None.
+        lifted: Features of all training times.
+        latent_operator: Operator on these features; with inputs, of their regression alone.
         series: Training states.
-        rows: Features of all training times, about 1 in size: [rows, r].
-        scale: Root mean squares of the features, [r].
-        alpha: Tikhonov regularisation.
         meaning: Names and units.
     """
 
     recipe: Recipe
-    lifting: Lifting
-    latent_operator: Operator | None
-    system: InputSystem | None
+    lifted: Lifted
+    latent_operator: Operator
     series: Series
-    rows: Float[Array | np.ndarray, "rows r"]
-    scale: Float[Array | np.ndarray, " r"]
-    alpha: float | Array | np.ndarray
     meaning: Meaning = eqx.field(static=True)
 
     def __repr__(self) -> str:
-        name = type(self.recipe.estimator).__name__
-        num_runs = len(self.meaning.labels)
+        meaning = self.meaning
         return (
-            f"KoopmanModel({name}, {num_runs} runs of {len(self.meaning.columns)} columns, "
+            f"KoopmanModel({type(self.recipe.estimator).__name__}, "
+            f"{len(meaning.labels)} runs of {len(meaning.columns)} columns, "
             f"lag={self.recipe.lag}, num_delays={self.recipe.num_delays}, "
-            f"time_step={self.meaning.time_step:.6g} {self.meaning.unit})"
+            f"time_step={meaning.time_step:.6g} {meaning.unit})"
         )
+
+    @property
+    def lifting(self) -> Lifting:
+        """Map from the last states to features."""
+        return self.lifted.lifting
 
     @property
     def operator(self) -> Operator:
@@ -210,24 +190,15 @@ class KoopmanModel(eqx.Module):
 
         Its features are those of `lift`, and its observable is the state one lag later.
         """
+        if self.recipe.num_input_delays:
+            advice = "Use model.predict and model.matrices"
+            fail("operator", "be used without inputs", "a model with inputs", advice)
         operator = self.latent_operator
-        if operator is None:
-            fail(
-                "operator",
-                "be used without inputs",
-                "a model with inputs",
-                "Use model.predict and model.matrices",
-            )
-        basis = self.recipe.state_basis
-        if basis is None:
-            return dataclasses.replace(operator, observable_shape=self.lifting.state_shape)
-        readout = basis.states(operator.readout)
-        mean = basis.states(operator.mean_observable)
         return dataclasses.replace(
             operator,
-            readout=readout,
-            mean_observable=mean,
-            observable_shape=self.lifting.state_shape,
+            readout=self._states(operator.readout),
+            mean_observable=self._states(operator.mean_observable),
+            observable_shape=self.recipe.state_shape,
         )
 
     def lift(self, past: Float[Array | np.ndarray, "..."]) -> Float[Array, "n r"]:
@@ -236,21 +207,19 @@ class KoopmanModel(eqx.Module):
         Args:
             past: States [n, num_delays, ...]; without the first axis for one state.
         """
-        shape = (self.recipe.num_delays, *self.lifting.state_shape)
-        if np.ndim(past) == len(shape) and np.shape(past)[0] == shape[0]:
-            past = past[None]
-        return self.lifting(past)
+        num_axes = 1 + len(self.recipe.state_shape)
+        return self.lifting(past[None] if np.ndim(past) == num_axes else past)
 
-    def rates(self, level: float = 0.9) -> Any:
+    def rates(self, level: float = 0.9) -> xarray.Dataset:
         """Return growth, frequency and time scale of every mode, with intervals.
 
         Args:
             level: Probability of the intervals, between 0 and 1.
 
         Returns:
-            An `xarray.Dataset` over `mode`, by falling share, a conjugate pair once: `growth`
-            (signed), `frequency` (cycles) and `time_scale`, each with `_low` and `_high`, which are
-            NaN for modes that are not resolved; `share` of the variance; `resolved`; `reason`.
+            A dataset over `mode`, by falling share, a conjugate pair once: `growth` (signed),
+            `frequency` (cycles) and `time_scale`, each with `_low` and `_high`, which are NaN for
+            modes that are not resolved; `share` of the variance; `resolved`; `reason`.
 
         Raises:
             ValueError: If `level` is not between 0 and 1.
@@ -261,23 +230,16 @@ class KoopmanModel(eqx.Module):
         """Return the rates with eigenvalues and mode shapes in the same order."""
         check_level(level)
         check_known("rates are tables of numbers", model=self)
-        spectrum = self._spectrum()
+        spectrum = remembered(self, "spectrum", self._spectrum)
         intervals = self._intervals(spectrum.eigenvalues, level)
         estimates = intervals.with_share(spectrum.share, spectrum.eigenvalues)
-        index = intervals.index
-        if self.recipe.center is False and spectrum.is_constant.any():
-            is_mode = ~spectrum.is_constant[index]
-            index = index[is_mode]
-            columns = [np.asarray(field)[is_mode] for field in estimates]
-            estimates = RateEstimates(*columns)
-        order = falling_order(estimates.share, estimates.growth)
-        unit = self.meaning.unit
-        shapes = spectrum.shapes[index[order]]
-        if self.recipe.state_basis is not None:
-            shapes = self.recipe.state_basis.states(shapes)
-        shaped = shapes.reshape(len(order), *self.lifting.state_shape)
-        dataset = rates_dataset(estimates, unit, level)
-        return ModeTable(dataset, spectrum.eigenvalues[index[order]], shaped)
+        is_mode = ~spectrum.is_constant[intervals.index]
+        estimates = RateEstimates(*(np.asarray(field)[is_mode] for field in estimates))
+        index = intervals.index[is_mode][falling_order(estimates.share, estimates.growth)]
+        shapes = self._states(spectrum.shapes[index])
+        dataset = rates_dataset(estimates, self.meaning.unit, level)
+        shaped = shapes.reshape(len(index), *self.recipe.state_shape)
+        return ModeTable(dataset, spectrum.eigenvalues[index], shaped)
 
     def summary(self, level: float = 0.9) -> str:
         """Return the table of `rates` as a string with units."""
@@ -293,7 +255,9 @@ class KoopmanModel(eqx.Module):
 
         return draw_model(self, steps)
 
-    def predict(self, steps: Any, past: Any = None, inputs: Any = None, level: float = 0.9) -> Any:
+    def predict(
+        self, steps: Any, past: Any = None, inputs: Any = None, level: float = 0.9
+    ) -> xarray.Dataset:
         """Return forecasts with intervals of their means and bands of new observations.
 
         Args:
@@ -305,10 +269,10 @@ class KoopmanModel(eqx.Module):
             level: Probability of the intervals.
 
         Returns:
-            An `xarray.Dataset` of `mean`, `mean_low`, `mean_high`, `low` and `high` over `step`,
-            `run` and `column` (images: `height` and `width`), with the coordinate `time`. Means
-            have intervals from 20 blocks on. `low` and `high` add quantiles of the training errors
-            at as many steps; where runs are too short for them, at the most steps that are not.
+            A dataset of `mean`, `mean_low`, `mean_high`, `low` and `high` over `step`, `run` and
+            `column` (images: `height` and `width`), with the coordinate `time`. Means have
+            intervals from 20 blocks on. `low` and `high` add quantiles of the training errors at as
+            many steps; where runs are too short for them, at the most steps that are not.
 
         Raises:
             ValueError: If `past` is too short or of other columns, or inputs do not fit.
@@ -316,11 +280,35 @@ class KoopmanModel(eqx.Module):
         check_level(level)
         check_known("forecasts are tables of numbers", model=self)
         ahead = _checked_steps(steps)
+        num_steps = int(ahead[-1])
         starts = self._starts(past)
-        forecast = self._forecast(starts, ahead, inputs)
-        return self._dataset(bands(forecast, level, self.recipe.state_basis), starts, ahead)
+        num_runs = len(starts.rows)
+        if not self.recipe.num_input_delays:
+            warn_lost(self.latent_operator, ahead)
+        # One program forecasts from the pasts and from all training rows.
+        rows = np.concatenate([starts.rows, self._rows(self.series)])
+        windows = [self._input_windows(starts, num_steps, inputs)]
+        windows = np.concatenate([*windows, self._windows(self.series, num_steps)], 1)
+        values = systems.forecasts(self._dynamics(), rows, windows, ahead)[0]
+        errors, _ = self._differences(self.series, values[:, num_runs:], ahead)
+        deleted = None
+        replicates = self._replicates()
+        if replicates is not None:
+            dynamics = self._replicated_dynamics()
+            deleted = systems.forecasts(dynamics, starts.rows, windows[:, :num_runs], ahead)
+            deleted = deleted[1 : 1 + replicates.num_blocks]
+        basis = self.recipe.state_basis
+        band = systems.bands(values[:, :num_runs], deleted, errors, level, basis)
+        variables = {}
+        for name, states in band._asdict().items():
+            variables[name] = self._with_axes(("step", "run"), states)
+        elapsed = ahead * self.recipe.lag * self.meaning.time_step
+        times = as_dates(elapsed[:, None] + starts.times, self.meaning.has_dates)
+        units = {} if self.meaning.has_dates else {"units": self.meaning.unit}
+        coords = {"step": ahead, "run": starts.labels, "time": (("step", "run"), times, units)}
+        return xarray.Dataset(variables, coords | self._column_coordinate())
 
-    def score(self, trajectories: Any, steps: Any, inputs: Any = None) -> Any:
+    def score(self, trajectories: Any, steps: Any, inputs: Any = None) -> xarray.Dataset:
         """Return root mean square errors of forecasts, and of persistence.
 
         Args:
@@ -329,40 +317,37 @@ class KoopmanModel(eqx.Module):
             inputs: Inputs of the trajectories, for a model with inputs; read from frames.
 
         Returns:
-            An `xarray.Dataset` over `step` and `column`: `error`, and `persistence`, the error of
-            the last state repeated.
+            A dataset over `step` and `column`: `error`, and `persistence`, the error of the last
+            state repeated.
         """
         check_known("scores are tables of numbers", model=self)
         ahead = _checked_steps(steps)
-        recipe = self.recipe
-        read = self._read(trajectories, inputs)
-        cut = cut_at_gaps(read, recipe.span + recipe.lag * int(ahead.min()))
-        series = _series(cut, recipe)
-        forecasts = self._row_forecasts(series, self._rows_of(series), ahead)
-        errors, changes = self._differences(series, forecasts, ahead)
-        arrays = {"error": errors, "persistence": changes}
+        num_rows = self.recipe.span + self.recipe.lag * int(ahead[0])
+        series = _series(self._read("trajectories", trajectories, num_rows, inputs), self.recipe)
+        windows = self._windows(series, int(ahead[-1]))
+        values = systems.forecasts(self._dynamics(), self._rows(series), windows, ahead)[0]
         variables = {}
-        for name, differences in arrays.items():
-            values = []
-            for difference in differences:
-                if recipe.state_basis is not None:
-                    difference = recipe.state_basis.states(difference)
-                is_empty = not len(difference)
-                mean = np.nan if is_empty else np.sqrt(np.mean(difference**2, 0))
-                values.append(np.broadcast_to(mean, len(self.meaning.columns)))
-            variables[name] = self._with_state_axes(("step",), np.stack(values))
-        return _labelled(variables, {"step": ahead} | self._state_coordinates())
+        names = ("error", "persistence")
+        for name, steps_of_name in zip(
+            names, self._differences(series, values, ahead), strict=True
+        ):
+            means = []
+            for errors in steps_of_name:
+                squares = self._states(errors) ** 2
+                means.append(np.sqrt(np.sum(squares, 0) / np.float64(len(errors) or np.nan)))
+            variables[name] = self._with_axes(("step",), np.stack(means))
+        return xarray.Dataset(variables, {"step": ahead} | self._column_coordinate())
 
-    def matrices(self, level: float = 0.9) -> Any:
+    def matrices(self, level: float = 0.9) -> xarray.Dataset:
         """Return A, B and the intercept of x A + u B + c, with intervals.
 
         Args:
             level: Probability of the intervals.
 
         Returns:
-            An `xarray.Dataset` of `A` [delay, from, to], `B` [input delay, input, to] and
-            `intercept` [to], each with `_low` and `_high`, NaN below 20 blocks. The matrices of
-            DMDc are the transposes.
+            A dataset of `A` [delay, from, to], `B` [input delay, input, to] and `intercept` [to],
+            each with `_low` and `_high`, NaN below 20 blocks. The matrices of DMDc are the
+            transposes.
 
         Raises:
             ValueError: If the model has features of states, a kernel, or images.
@@ -370,20 +355,35 @@ class KoopmanModel(eqx.Module):
         check_level(level)
         check_known("matrices are tables of numbers", model=self)
         recipe = self.recipe
-        is_linear = recipe.features is None and recipe.kernel is None
-        if not is_linear or recipe.state_basis is not None:
-            fail(
-                "model",
-                "be linear in few states for its matrices",
-                "features, a kernel, or more columns than rows",
-                "Use model.operator",
-            )
-        system = self._system()
+        if any(part is not None for part in (recipe.features, recipe.kernel, recipe.state_basis)):
+            received = "features, a kernel, or more columns than rows"
+            fail("model", "be linear in few states for its matrices", received)
+        columns = list(self.meaning.columns)
+        coords = {"from": columns, "to": columns}
+        shapes = {"A": (recipe.num_delays, len(columns), len(columns))}
+        axes = {"A": ("delay", "from", "to"), "B": ("input_delay", "input", "to")}
+        if recipe.num_input_delays:
+            coords["input"] = list(self.meaning.input_columns)
+            shapes["B"] = (recipe.num_input_delays, len(coords["input"]), len(columns))
+        estimate = self._coefficients(systems.of_operator(self.latent_operator))
         replicates = self._replicates()
-        ends = {"": system}
+        half_widths = [np.full(part.shape[1:], np.nan) for part in estimate]
         if replicates is not None:
-            ends |= self._matrix_ends(system, replicates, level)
-        return self._matrix_table(ends)
+            scaled = systems.of_replicates(replicates, self.lifted.scale)
+            for index, part in enumerate(self._coefficients(scaled)):
+                deleted = part[1 : 1 + replicates.num_blocks]
+                half_widths[index] = student_quantile(deleted, level) * jackknife_error(deleted)
+        variables = {}
+        for end, sign in {"": 0, "_low": -1, "_high": 1}.items():
+            coefficients, intercept = (
+                part[0] + (sign * width if sign else 0)
+                for part, width in zip(estimate, half_widths, strict=True)
+            )
+            blocks = np.split(coefficients, [recipe.num_delays * len(columns)])
+            for (name, shape), block in zip(shapes.items(), blocks, strict=False):
+                variables[name + end] = (axes[name], block.reshape(shape))
+            variables[f"intercept{end}"] = (("to",), intercept)
+        return xarray.Dataset(variables, coords)
 
     def save(self, path: str | Path) -> None:
         """Write the model to an `.npz` file, which `koopman.load_model` reads.
@@ -395,75 +395,86 @@ class KoopmanModel(eqx.Module):
 
         save_model(self, path)
 
-    # -- what the methods are made of
-
-    def _lifted(self) -> Lifted:
-        rows = np.asarray(self.rows)
-        scale = np.asarray(self.scale, float)
-        lengths = self._row_lengths(self.series)
-        alpha = float(np.asarray(self.alpha))
-        lag = self.recipe.lag
-        return Lifted(self.lifting, rows, scale, scale, alpha, lengths, lag, scale)
+    def _states(self, coordinates: Any) -> Any:
+        """Return states of coordinates, [..., d]."""
+        basis = self.recipe.state_basis
+        return coordinates if basis is None else basis.states(coordinates)
 
     def _row_lengths(self, series: Series) -> list[int]:
-        missing = self.recipe.span - 1
-        return [max(int(length) - missing, 0) for length in series.lengths]
+        return np.maximum(series.lengths - self.recipe.span + 1, 0).tolist()
 
-    def _observed(self, series: Series) -> Float[np.ndarray, "rows o"]:
-        """Return the observable at the times of the rows."""
-        rows, _ = delay_rows(series.observed, series.lengths.tolist(), 1, self.recipe.span)
-        return rows
-
-    def _delayed(self, series: Series) -> Float[np.ndarray, "rows k"]:
-        """Return delays of features of states, newest first."""
+    def _rows(self, series: Series, span: int | None = None) -> np.ndarray:
+        """Return rows from which forecasts start: features, or delays with inputs."""
         recipe = self.recipe
-        lengths = series.lengths.tolist()
-        return delay_rows(series.features, lengths, recipe.num_delays, recipe.span)[0]
-
-    def _rows_of(self, series: Series) -> Float[np.ndarray, "rows k"]:
-        """Return rows from which forecasts start: features z, or delays with inputs."""
-        delayed = self._delayed(series)
-        if self.latent_operator is None:
+        delayed = series.delays(series.features, recipe.num_delays, span or recipe.span)
+        if recipe.num_input_delays:
             return delayed
-        return self._projected(delayed)
-
-    def _projected(self, delayed: Float[np.ndarray, "n k"]) -> Float[np.ndarray, "n r"]:
-        dtype = working_dtype()
-        if self.lifting.kernel_map is None:
-            centred = delayed - np.asarray(self.lifting.offset, float)
-            return (centred @ np.asarray(self.lifting.basis, float)).astype(dtype)
-        values = self.lifting.project(padded(delayed.astype(dtype)))
+        lifting = self.lifting
+        if lifting.kernel_map is None:
+            return (delayed - lifting.offset) @ lifting.basis
+        values = lifting.project(lifts.padded(delayed.astype(lifts.working_dtype())))
         return np.asarray(values)[: len(delayed)]
 
-    def _spectrum(self) -> "_Spectrum":
-        return remembered(self, "spectrum", self._computed_spectrum)
+    def _dynamics(self) -> Dynamics:
+        """Return the dynamics of the estimate."""
+        return self._driven(systems.of_operator(self.latent_operator))
 
-    def _computed_spectrum(self) -> "_Spectrum":
-        recipe = self.recipe
-        if self.system is not None:
-            delayed = self._delayed(self.series)
-            values, shapes, share = spectrum_of(self.system, recipe.num_delays, delayed)
-            return _Spectrum(values, shapes, share, np.zeros(len(values), bool))
-        assert self.latent_operator is not None
-        eigensystem = decompose(self.latent_operator)
-        operator = self.latent_operator
-        mean = np.asarray(operator.mean_latent)
-        covariance = np.asarray(operator.gram_x) - mean[:, None] * mean
-        right_vectors = np.asarray(eigensystem.right)
-        shapes = np.asarray(eigensystem.left).T @ np.asarray(operator.readout)
+    def _replicated_dynamics(self) -> Dynamics:
+        scaled = systems.of_replicates(
+            remembered(self, "replicates", self._fitted), self.lifted.scale
+        )
+        return self._driven(scaled)
+
+    def _coefficients(self, dynamics: Dynamics) -> tuple[np.ndarray, np.ndarray]:
+        """Return coefficients and intercepts of rows of delays."""
+        return systems.regression(dynamics, self.lifting.offset, self.lifting.basis)
+
+    def _driven(self, dynamics: Dynamics, richer: Lifted | None = None) -> Dynamics:
+        """Return the dynamics of rows of delays with inputs; without inputs unchanged."""
+        if not self.recipe.num_input_delays:
+            return dynamics
+        lifting = (richer or self.lifted).lifting
+        series = self.series
+        readout = np.eye(series.observed.shape[1])
+        mean = np.zeros(len(readout))
+        if series.coordinates is not None:
+            mean = series.observed.mean(0)
+            centre = series.coordinates.mean(0)
+            centred = series.coordinates - centre
+            readout = np.linalg.lstsq(centred, series.observed - mean, rcond=1e-12)[0]
+            mean = mean - centre @ readout
+        parts = systems.regression(dynamics, lifting.offset, lifting.basis)
+        return systems.with_inputs(*parts, lifting.num_delays, readout, mean)
+
+    def _spectrum(self) -> _Spectrum:
+        if self.recipe.num_input_delays:
+            dynamics = self._dynamics()
+            values, vectors = np.linalg.eig(dynamics.core[0])
+            shapes = np.linalg.inv(vectors) @ dynamics.readout[0]
+            rows = self._rows(self.series)
+            gram = np.atleast_2d(np.cov(rows, rowvar=False))
+            mean = np.zeros(len(gram))
+        else:
+            operator = self.latent_operator
+            eigensystem = decompose(operator)
+            values = np.asarray(eigensystem.eigenvalues)
+            vectors = np.asarray(eigensystem.right)
+            shapes = np.asarray(eigensystem.left).T @ np.asarray(operator.readout)
+            mean = np.asarray(operator.mean_latent)
+            gram = np.asarray(operator.gram_x) - mean[:, None] * mean
+        share = systems.shares(vectors.conj().T @ gram @ vectors, shapes)
         # The mean square of an eigenfunction is 1, so that a constant has the squared mean 1.
-        is_constant = np.abs(mean @ right_vectors) ** 2 > _CONSTANT
-        covariance = right_vectors.conj().T @ covariance @ right_vectors
-        values = np.asarray(eigensystem.eigenvalues)
-        return _Spectrum(values, shapes, shares(covariance, shapes), is_constant)
+        return _Spectrum(values, shapes, share, np.abs(mean @ vectors) ** 2 > _CONSTANT)
 
-    def _intervals(self, eigenvalues: Complex[np.ndarray, " r"], level: float) -> Intervals:
-        lifted = self._lifted()
-        num_pairs = len(lifted.pairs[0])
-        num_latent = len(eigenvalues)
-        residual = self._residual()
-        reason = few_pairs(num_pairs, num_latent, residual)
-        replicates = None if reason else self._replicates()
+    def _intervals(self, eigenvalues: np.ndarray, level: float) -> Intervals:
+        recipe = self.recipe
+        series = self.series
+        inputs = self._windows(series, 1)[0]
+        values = systems.one_step(self._dynamics(), self._rows(series), inputs)
+        (errors,), _ = self._differences(series, values[None], np.ones(1, int))
+        residual = float(np.sqrt(np.mean(errors**2) / np.mean(series.observed.var(0))))
+        numbers = (len(errors), len(eigenvalues), residual)
+        replicates = None if few_pairs(*numbers) else self._replicates()
         richer = None
         if replicates is not None:
             richer = remembered(self, "richer", self._richer)
@@ -471,353 +482,180 @@ class KoopmanModel(eqx.Module):
             eigenvalues,
             replicates,
             richer,
-            time=self.recipe.lag * self.meaning.time_step,
+            time=recipe.lag * self.meaning.time_step,
             level=level,
-            num_pairs=num_pairs,
-            num_latent=num_latent,
+            num_pairs=numbers[0],
+            num_latent=numbers[1],
             residual=residual,
+            memory=recipe.num_delays / recipe.lag if recipe.estimator.size is None else 0.0,
         )
 
-    def _residual(self) -> float:
-        """Return the root mean square of the one-step error over the spread of the states."""
-        ahead = np.asarray([1])
-        rows = self._rows_of(self.series)
-        if self.system is None:
-            # On the host, which compiles no program.
-            operator = self.latent_operator
-            encode: Any = operator.encode
-            latent = (rows - np.asarray(encode.offset)) @ np.asarray(encode.matrix)
-            forecasts = latent @ np.asarray(operator.readout) + np.asarray(operator.mean_observable)
-            forecasts = forecasts[None]
-        else:
-            forecasts = self._row_forecasts(self.series, rows, ahead)
-        errors, _ = self._differences(self.series, forecasts, ahead)
-        observed = self._observed(self.series)
-        spread = np.sqrt(np.mean((observed - observed.mean(0)) ** 2))
-        return float(np.sqrt(np.mean(errors[0] ** 2)) / spread)
-
     def _blocks(self) -> Any:
-        lag = self.recipe.lag
-        num_pairs = [max(length - lag, 0) for length in self._row_lengths(self.series)]
-        return assign_blocks(num_pairs)
+        lengths = np.asarray(self._row_lengths(self.series)) - self.recipe.lag
+        return assign_blocks(np.maximum(lengths, 0).tolist())
 
     def _replicates(self) -> Replicates | None:
         """Return replicates of the fit, or None if there are too few blocks."""
-        blocks = self._blocks()
-        if blocks.num_blocks < MIN_BLOCKS:
+        if self._blocks().num_blocks < MIN_BLOCKS:
             return None
-        return remembered(self, "replicates", self._computed_replicates)
+        return remembered(self, "replicates", self._fitted)
 
-    def _computed_replicates(self) -> Replicates:
-        observed = self._observed(self.series)
-        if self.system is not None:
-            observed = self._delayed(self.series)[:, : self.series.features.shape[1]]
-        replicates = _replicated(self._lifted(), self.recipe, self._blocks(), observed)
-        if self.system is None:
-            return replicates
-        systems = replicated_systems(replicates, self._lifted(), self.system)
-        return with_eigenvalues(replicates, systems, self.recipe.num_delays)
+    def _fitted(self) -> Replicates:
+        return self._replicated(self.lifted, self.recipe)
 
     def _richer(self) -> Replicates | None:
         """Return replicates of a silent fit with twice the delays, or None if runs are short."""
-        recipe = self.recipe
-        richer = dataclasses.replace(recipe, num_delays=2 * recipe.num_delays)
-        skipped = richer.span - recipe.span
-        lengths = self._row_lengths(self.series)
-        num_pairs = [max(length - recipe.lag - skipped, 0) for length in lengths]
-        blocks = self._blocks()
-        is_short = sum(num_pairs) < 2 * blocks.num_blocks
-        if is_short:
+        recipe = dataclasses.replace(self.recipe, num_delays=2 * self.recipe.num_delays)
+        skipped = recipe.span + recipe.lag - 1
+        num_pairs = np.maximum(self.series.lengths - skipped, 0).sum()
+        if num_pairs < 2 * self._blocks().num_blocks:
             return None
+        series = self.series
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            series = self.series
-            lifted = lift_rows(richer, series.features, series.lengths.tolist(), series.inputs)
-        blocks = blocks.without(skipped)
-        if self.system is None:
-            return _replicated(lifted, richer, blocks, None, is_check=True)
-        observed = delay_rows(series.features, series.lengths.tolist(), 1, richer.span)[0]
-        replicates = _replicated(lifted, richer, blocks, observed, is_check=True)
-        systems = replicated_systems(replicates, lifted, self.system)
-        return with_eigenvalues(replicates, systems, richer.num_delays)
+            lengths = series.lengths.tolist()
+            lifted = lifts.lift_rows(recipe, series.features, lengths, series.inputs)
+        return self._replicated(lifted, recipe, is_check=True)
 
-    def _system(self) -> InputSystem:
-        """Return the coefficients of rows, with or without inputs."""
-        if self.system is not None:
-            return self.system
-        width = self.series.observed.shape[1]
-        assert self.latent_operator is not None
-        return input_system(self.latent_operator, self._lifted(), np.eye(width), np.zeros(width))
+    def _replicated(self, lifted: Lifted, recipe: Recipe, is_check: bool = False) -> Replicates:
+        """Return replicates of the estimator on lifted rows."""
+        series = self.series
+        observed = None
+        if recipe.num_input_delays or not is_check:
+            observed = _targets(series, recipe).astype(lifts.working_dtype())
+        estimator: Any = recipe.estimator
+        replicates = replicate(
+            lifted.rows,
+            observed,
+            lifted.lengths.tolist(),
+            recipe.lag,
+            self._blocks().without(recipe.span - self.recipe.span),
+            lifted.scale,
+            float(lifted.alpha),
+            kind=_KINDS[type(estimator)],
+            rank=estimator.size,
+            center=recipe.center,
+            is_check=is_check,
+        )
+        if not recipe.num_input_delays:
+            return replicates
+        dynamics = self._driven(systems.of_replicates(replicates, lifted.scale), lifted)
+        values = np.linalg.eigvals(dynamics.core)
+        # Twice the lag depends on inputs in between, so the check with it passes.
+        later = values[: len(replicates.eigenvalues_later)] ** 2
+        return replicates._replace(eigenvalues=values, eigenvalues_later=later)
 
-    def _read(self, trajectories: Any, inputs: Any = None) -> Trajectories:
+    def _read(
+        self, name: str, trajectories: Any, num_rows: int, inputs: Any = None
+    ) -> Trajectories:
         """Return new trajectories, read as those of the fit."""
         meaning = self.meaning
-        listed = trajectories if isinstance(trajectories, list | tuple) else [trajectories]
-        is_framed = any(hasattr(table, "iloc") or hasattr(table, "dims") for table in listed)
+        tables = trajectories if isinstance(trajectories, list | tuple) else [trajectories]
         reading = Reading(takes_names=True)
         axis = None
-        if is_framed:
-            reading = _available(listed[0], meaning)
-            if meaning.input_columns and inputs is None and self.system is not None:
-                inputs = list(meaning.input_columns)
-        else:
-            num_axes = 1 + len(self.recipe.state_shape)
-            if not isinstance(trajectories, list | tuple):
-                if np.ndim(trajectories) > num_axes:
-                    axis = 0
-                elif num_axes > 2:
-                    trajectories = [trajectories]
-        read = read_trajectories(trajectories, reading, trajectory_axis=axis, inputs=inputs)
-        if is_framed:
-            check_columns("trajectories", read.columns, meaning.columns)
-        width = int(np.prod(self.recipe.state_shape or (len(meaning.columns),)))
-        if read.runs[0].shape[1] != width:
-            fail(
-                "trajectories",
-                f"have the {width} columns of the fit",
-                f"{read.runs[0].shape[1]} columns",
-            )
-        return read
+        num_axes = 1 + len(self.recipe.state_shape)
+        if any(map(is_table, tables)):
+            reading = _available(tables[0], meaning)
+            if inputs is None and name == "trajectories":
+                inputs = list(meaning.input_columns) or None
+        elif tables is not trajectories and np.ndim(trajectories) > num_axes:
+            axis = 0
+        elif tables is not trajectories and num_axes > 2:
+            trajectories = tables
+        try:
+            read = read_trajectories(trajectories, reading, trajectory_axis=axis, inputs=inputs)
+            check_columns(read, meaning.columns)
+            return cut_at_gaps(read, num_rows, "Pass more of the last states")
+        except (ValueError, TypeError) as error:
+            raise type(error)(str(error).replace("`trajectories", f"`{name}", 1)) from None
 
-    def _starts(self, past: Any) -> Starts:
+    def _starts(self, past: Any) -> _Starts:
         """Return the pasts of a forecast: the ends of runs, or those of a call."""
         recipe = self.recipe
         series = self.series
+        span = recipe.span
+        labels = self.meaning.labels
+        if past is not None:
+            span = recipe.num_delays
+            cut = self._read("past", past, span)
+            series = _series(cut, recipe)
+            labels = cut.labels
+        # The last piece of every run.
+        last_piece = {run: piece for piece, run in enumerate(series.run_of_piece.tolist())}
+        pieces = [last_piece[run] for run in sorted(last_piece)]
+        labels = [labels[run] for run in sorted(last_piece)]
+        ends = np.cumsum(series.lengths)[pieces] - 1
+        row_ends = np.cumsum(series.lengths - span + 1)[pieces] - 1
+        rows = self._rows(series, span)[row_ends]
         if past is None:
-            ends = np.cumsum(series.lengths)
-            last_piece = {run: piece for piece, run in enumerate(series.run_of_piece.tolist())}
-            runs = sorted(last_piece)
-            newest = np.asarray([ends[last_piece[run]] for run in runs])
-            indices = newest[:, None] - 1 - np.arange(recipe.num_delays)
-            rows = series.features[indices].reshape(len(newest), -1)
             inputs = None
             if series.inputs is not None:
-                steps = np.arange(recipe.num_input_delays - 1, 0, -1)
-                inputs = series.inputs[newest[:, None] - 1 - steps]
-            labels = [self.meaning.labels[run] for run in runs]
-            return Starts(rows, inputs, series.times[newest - 1], labels)
-        read = self._read_past(past)
-        shortest = min(map(len, read.runs))
-        if shortest < recipe.num_delays:
-            fail(
-                "past",
-                f"hold the last {recipe.num_delays} states (num_delays)",
-                f"{shortest}",
-            )
-        last_states = [states[-recipe.num_delays :] for states in read.runs]
-        for states in last_states:
-            if not np.isfinite(states).all():
-                fail("past", "be finite", "missing or infinite states")
-        coordinates = _coordinates(np.concatenate(last_states), recipe)
-        shape = (len(last_states), recipe.num_delays, coordinates.shape[1])
-        rows = coordinates.reshape(shape)[:, ::-1].reshape(shape[0], -1)
-        times = np.asarray([times[-1] for times in read.times])
-        if not any(hasattr(table, "iloc") for table in (past, *_listed(past))):
-            times = np.zeros(len(times))
-        return Starts(rows, None, times, list(read.labels))
+                earlier = np.arange(recipe.num_input_delays - 1, 0, -1)
+                inputs = series.inputs[ends[:, None] - earlier]
+            return _Starts(rows, inputs, series.times[ends], labels)
+        is_framed = any(map(is_table, past if isinstance(past, list | tuple) else [past]))
+        times = series.times[ends] if is_framed else np.zeros(len(ends))
+        return _Starts(rows, None, times, labels)
 
-    def _read_past(self, past: Any) -> Trajectories:
-        try:
-            return self._read(past)
-        except (ValueError, TypeError) as error:
-            message = str(error).replace("`trajectories", "`past", 1)
-            raise type(error)(message) from None
-
-    def _forecast(self, starts: Starts, ahead: Int[np.ndarray, " t"], inputs: Any) -> Forecast:
-        series = self.series
-        rows = self._rows_of(series)
-        replicates = self._replicates()
-        if self.system is not None:
-            return self._driven_forecast(starts, ahead, inputs, replicates)
-        if inputs is not None:
-            fail("inputs", "be None for a model without inputs", type(inputs).__name__)
-        z = self._projected(starts.rows)
-        # One program forecasts from the pasts and from all training rows.
-        values = self._advanced(np.concatenate([z, rows]), ahead)
-        mean = values[:, : len(z)]
-        errors, _ = self._differences(series, values[:, len(z) :], ahead)
-        deleted = None
-        if replicates is not None:
-            scaled = padded(z / np.asarray(self.scale, z.dtype))
-            forecasts = replicated_forecasts(replicates, scaled, ahead)
-            deleted = forecasts[1 : 1 + replicates.num_blocks, :, : len(z)]
-        return Forecast(mean, deleted, errors)
-
-    def _advanced(
-        self, z: Float[np.ndarray, "n r"], ahead: Int[np.ndarray, " t"]
-    ) -> Float[np.ndarray, "t n o"]:
-        """Return forecasts of `koopman.predict` for rows of features."""
-        assert self.latent_operator is not None
-        values = predict(self.latent_operator, padded(z), ahead)
-        return np.asarray(values)[:, : len(z)]
-
-    def _row_forecasts(
-        self, series: Series, rows: Float[np.ndarray, "rows k"], ahead: Int[np.ndarray, " t"]
-    ) -> Float[np.ndarray, "t rows o"]:
-        """Return forecasts of every step from all rows of series."""
-        if self.system is None:
-            return self._advanced(rows, ahead)
-        windows = self._windows(series, int(ahead[-1]))
-        features = np.asarray(simulate(self.system, rows, windows))[ahead - 1]
-        return features @ np.asarray(self.system.readout) + np.asarray(self.system.mean_observable)
-
-    def _differences(
-        self,
-        series: Series,
-        forecasts: Float[np.ndarray, "t rows o"],
-        ahead: Int[np.ndarray, " t"],
-    ) -> tuple[list[Any], list[Any]]:
-        """Return errors of forecasts of every step, and changes of the state."""
-        lengths = self._row_lengths(series)
-        observed = self._observed(series)
-        errors = []
-        changes = []
-        for values, step in zip(forecasts, ahead.tolist(), strict=True):
-            start, end = pair_indices(lengths, self.recipe.lag * step)
-            errors.append(observed[end] - values[start])
-            changes.append(observed[end] - observed[start])
-        return errors, changes
-
-    def _windows(self, series: Series, steps: int) -> Float[np.ndarray, "t rows q"]:
+    def _windows(self, series: Series, steps: int) -> np.ndarray:
         """Return delays of inputs of every step from all rows, zero beyond the end of a piece."""
         recipe = self.recipe
-        assert series.inputs is not None
-        lengths = series.lengths.tolist()
-        delayed, num_rows = delay_rows(series.inputs, lengths, recipe.num_input_delays, recipe.span)
+        lengths = self._row_lengths(series)
+        if series.inputs is None:
+            return np.zeros((steps, sum(lengths), 0))
+        delayed = series.delays(series.inputs, recipe.num_input_delays, recipe.span)
         windows = np.zeros((steps, *delayed.shape))
         for step in range(steps):
-            start, later = pair_indices(num_rows, step)
+            start, later = pair_indices(lengths, step)
             windows[step, start] = delayed[later]
         return windows
 
-    def _driven_forecast(
-        self,
-        starts: Starts,
-        ahead: Int[np.ndarray, " t"],
-        inputs: Any,
-        replicates: Replicates | None,
-    ) -> Forecast:
-        assert self.system is not None
-        windows = self._input_windows(starts, int(ahead[-1]), inputs)
-        forecasts = self._row_forecasts(self.series, self._rows_of(self.series), ahead)
-        errors, _ = self._differences(self.series, forecasts, ahead)
-        readout = np.asarray(self.system.readout)
-        constant = np.asarray(self.system.mean_observable)
-        features = np.asarray(simulate(self.system, starts.rows, windows))
-        mean = features[ahead - 1] @ readout + constant
-        deleted = None
-        if replicates is not None:
-            systems = replicated_systems(replicates, self._lifted(), self.system)
-            features = np.asarray(simulate(systems, starts.rows, windows))
-            features = features[1 : 1 + replicates.num_blocks]
-            deleted = features[:, ahead - 1] @ readout + constant
-        return Forecast(mean, deleted, errors)
-
-    def _input_windows(
-        self, starts: Starts, steps: int, inputs: Any
-    ) -> Float[np.ndarray, "t runs q"]:
-        """Return delays of the inputs of a forecast."""
+    def _input_windows(self, starts: _Starts, steps: int, inputs: Any) -> np.ndarray:
+        """Return delays of the inputs of a forecast, [steps, runs, q]."""
         num_inputs = len(self.meaning.input_columns)
         num_runs = len(starts.rows)
+        if not num_inputs:
+            if inputs is not None:
+                fail("inputs", "be None for a model without inputs", type(inputs).__name__)
+            return np.zeros((steps, num_runs, 0))
         num_past = self.recipe.num_input_delays - 1
-        num_missing = num_past if starts.inputs is None else 0
-        shape = (steps + num_missing, num_inputs)
-        requirement = f"have shape {list(shape)} or [{num_runs} runs, {shape[0]}, {shape[1]}]"
-        if inputs is None:
-            fail("inputs", requirement, "None", "The model has inputs")
-        array = np.asarray(inputs, float)
-        if array.ndim == 1 and num_inputs == 1:
+        num_steps = steps + (num_past if starts.inputs is None else 0)
+        shape = (num_steps, num_inputs)
+        array = np.asarray(np.nan if inputs is None else inputs, float)
+        if array.shape == shape[:1] and num_inputs == 1:
             array = array[:, None]
         if array.shape == shape:
             array = np.broadcast_to(array, (num_runs, *shape))
-        if array.shape != (num_runs, *shape):
-            fail("inputs", requirement, f"shape {array.shape}")
-        if not np.isfinite(array).all():
-            fail("inputs", "be finite", "missing or infinite ones")
+        if array.shape != (num_runs, *shape) or not np.isfinite(array).all():
+            words = f"be finite, of shape {list(shape)} or [{num_runs}, {num_steps}, {num_inputs}]"
+            fail("inputs", words, "None" if inputs is None else f"shape {array.shape}")
         if starts.inputs is not None:
             array = np.concatenate([starts.inputs, array], 1)
         newest = np.arange(num_past, num_past + steps)
-        indices = newest[:, None] - np.arange(num_past + 1)
-        windows = array[:, indices].reshape(num_runs, steps, -1)
-        return np.swapaxes(windows, 0, 1)
+        windows = array[:, newest[:, None] - np.arange(num_past + 1)]
+        return np.swapaxes(windows.reshape(num_runs, steps, -1), 0, 1)
 
-    def _matrix_ends(
-        self, system: InputSystem, replicates: Replicates, level: float
-    ) -> dict[str, InputSystem]:
-        """Return the ends of intervals of the coefficients."""
-        systems = replicated_systems(replicates, self._lifted(), system)
-        is_deleted = slice(1, 1 + replicates.num_blocks)
-        ends = {}
-        for sign, end in ((-1, "_low"), (1, "_high")):
-            fields = []
-            for name in ("coefficients", "intercept"):
-                deleted = np.asarray(getattr(systems, name))[is_deleted]
-                width = student_quantile(deleted, level) * jackknife_error(deleted)
-                fields.append(np.asarray(getattr(system, name)) + sign * width)
-            ends[end] = InputSystem(*fields, system.readout, system.mean_observable)
-        return ends
+    def _differences(self, series: Series, values: np.ndarray, ahead: np.ndarray) -> Any:
+        """Return errors of forecasts [t, rows, o] of every step, and changes of the state."""
+        lengths = self._row_lengths(series)
+        observed = series.delays(series.observed, 1, self.recipe.span)
+        errors = []
+        changes = []
+        for forecast, step in zip(values, ahead.tolist(), strict=True):
+            start, end = pair_indices(lengths, self.recipe.lag * step)
+            errors.append(observed[end] - forecast[start])
+            changes.append(observed[end] - observed[start])
+        return errors, changes
 
-    def _matrix_table(self, ends: dict[str, InputSystem]) -> Any:
-        """Return the dataset of matrices and the ends of their intervals."""
-        num_delays = self.recipe.num_delays
-        columns = self.meaning.columns
-        width = len(columns)
-        variables = {}
-        for end in ("", "_low", "_high"):
-            system = ends.get(end, ends[""])
-            factor = 1.0 if end in ends else np.nan
-            coefficients = factor * np.asarray(system.coefficients, float)
-            a, b = np.split(coefficients, [num_delays * width])
-            variables[f"A{end}"] = (("delay", "from", "to"), a.reshape(num_delays, width, width))
-            if self.system is not None:
-                b = b.reshape(self.recipe.num_input_delays, -1, width)
-                variables[f"B{end}"] = (("input_delay", "input", "to"), b)
-            intercept = factor * np.asarray(system.intercept, float)
-            variables[f"intercept{end}"] = (("to",), intercept)
-        coords = {"from": list(columns), "to": list(columns)}
-        if self.system is not None:
-            coords["input"] = list(self.meaning.input_columns)
-        return _labelled(variables, coords)
-
-    def _with_state_axes(
-        self, axes: tuple[str, ...], values: np.ndarray
-    ) -> tuple[tuple[str, ...], np.ndarray]:
+    def _with_axes(self, axes: tuple[str, ...], values: np.ndarray) -> Any:
         """Return names of axes and values [..., *state]."""
         shape = self.recipe.state_shape
-        if len(shape) < 2:
-            return (*axes, "column"), values
-        names = _STATE_AXES[-len(shape) :]
-        return (*axes, *names), values.reshape(*values.shape[: len(axes)], *shape)
+        names = _STATE_AXES[-len(shape) :] if len(shape) > 1 else ("column",)
+        return (*axes, *names), values.reshape(*values.shape[:-1], *shape)
 
-    def _state_coordinates(self) -> dict[str, Any]:
-        if len(self.recipe.state_shape) > 1:
-            return {}
-        return {"column": list(self.meaning.columns)}
-
-    def _dataset(self, band: Any, starts: Starts, ahead: Int[np.ndarray, " t"]) -> Any:
-        """Return the dataset of a forecast."""
-        variables = {}
-        for name, values in band._asdict().items():
-            variables[name] = self._with_state_axes(("step", "run"), values)
-        elapsed = ahead * self.recipe.lag * self.meaning.time_step
-        read = Trajectories([], [], None, [], (), (), (), (), 1.0, "", self.meaning.has_dates)
-        time = elapsed[:, None] + starts.times
-        units = {} if self.meaning.has_dates else {"units": self.meaning.unit}
-        coords = {
-            "step": ahead,
-            "run": starts.labels,
-            "time": (("step", "run"), as_coordinates(read, time), units),
-        }
-        return _labelled(variables, coords | self._state_coordinates())
-
-
-class _Spectrum(NamedTuple):
-    """Eigenvalues with mode shapes, shares, and True for the constant."""
-
-    eigenvalues: Complex[np.ndarray, " r"]
-    shapes: Complex[np.ndarray, "r o"]
-    share: Float[np.ndarray, " r"]
-    is_constant: np.ndarray
+    def _column_coordinate(self) -> dict[str, Any]:
+        is_image = len(self.recipe.state_shape) > 1
+        return {} if is_image else {"column": list(self.meaning.columns)}
 
 
 _memory: dict[int, dict[str, Any]] = {}
@@ -830,58 +668,22 @@ def remembered(model: KoopmanModel, name: str, compute: Callable[[], Any]) -> An
     if key not in _memory:
         _memory[key] = {}
         weakref.finalize(model, _memory.pop, key, None)
-    results = _memory[key]
-    if name not in results:
-        results[name] = compute()
-    return results[name]
-
-
-def _replicated(
-    lifted: Lifted,
-    recipe: Recipe,
-    blocks: Any,
-    observed: Float[np.ndarray, "rows o"] | None,
-    is_check: bool = False,
-) -> Replicates:
-    """Return replicates of an estimator on lifted rows."""
-    if observed is not None:
-        observed = observed.astype(working_dtype())
-    return replicate(
-        lifted.rows,
-        observed,
-        lifted.lengths,
-        lifted.lag,
-        blocks,
-        lifted.scale,
-        lifted.alpha,
-        kind=_KINDS[type(recipe.estimator)],
-        rank=recipe.estimator.size,
-        center=recipe.center,
-        is_check=is_check,
-    )
-
-
-def _labelled(variables: dict[str, Any], coords: dict[str, Any]) -> Any:
-    import xarray
-
-    return xarray.Dataset(variables, coords)
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else []
+    if name not in _memory[key]:
+        _memory[key][name] = compute()
+    return _memory[key][name]
 
 
 def _available(table: Any, meaning: Meaning) -> Reading:
     """Return the names of a fit that a new frame has."""
-    names = set(getattr(table, "columns", ())) | set(getattr(table.index, "names", ()))
+    names = {*getattr(table, "columns", ()), *getattr(table.index, "names", ())}
     time = meaning.time if meaning.time in names else None
-    runs = list(meaning.run) if isinstance(meaning.run, tuple) else meaning.run
-    listed = runs if isinstance(runs, list) else [runs]
-    run = runs if all(label in names for label in listed) else None
-    return Reading(time=time, run=run, columns=list(meaning.columns), takes_names=True)
+    runs = meaning.run if isinstance(meaning.run, tuple) else (meaning.run,)
+    run = list(runs) if names.issuperset(runs) else None
+    columns = list(meaning.columns) if hasattr(table, "columns") else None
+    return Reading(time=time, run=run, columns=columns, takes_names=True)
 
 
-def _checked_steps(steps: Any) -> Int[np.ndarray, " t"]:
+def _checked_steps(steps: Any) -> np.ndarray:
     """Return rising lags: 1 to a number, or those of a list."""
     if isinstance(steps, int | np.integer):
         return np.arange(1, check_count("steps", steps, minimum=1) + 1)
@@ -963,33 +765,27 @@ def fit_model(
     check_known("runs are read on the host", trajectories=trajectories, inputs=inputs)
     estimator = Ridge() if estimator is None else estimator
     center = kernel is None if center is None else center
-    has_inputs = inputs is not None
     _check_options(estimator, kernel, centres, center, features)
-    if has_inputs:
+    num_inputs = num_input_delays
+    if inputs is None:
+        num_inputs = 0
+        if num_input_delays != 1:
+            fail("num_input_delays", "be 1 without `inputs`", num_input_delays)
+    else:
         _check_input_options(estimator, lag, kernel)
-    elif num_input_delays != 1:
-        fail("num_input_delays", "be 1 without `inputs`", num_input_delays)
     reading = Reading(time, run, columns, takes_names=True)
     read = read_trajectories(
-        trajectories,
-        reading,
-        trajectory_axis=trajectory_axis,
-        inputs=inputs,
-        time_step=time_step,
+        trajectories, reading, trajectory_axis=trajectory_axis, inputs=inputs, time_step=time_step
     )
-    num_inputs = num_input_delays if has_inputs else 0
     cut = cut_at_gaps(read, max(num_delays, num_inputs) + lag)
     width = cut.runs[0].shape[1]
-    state_shape = cut.state_shape or (width,)
     state_basis = None
-    observed = np.concatenate(cut.runs)
-    if width > len(observed) and features is None and kernel is None:
-        lengths = list(map(len, cut.runs))
-        is_levelled = has_levels(estimator, width)
-        state_basis, observed = basis_of_states(observed, lengths, lag, is_levelled)
+    if width > sum(map(len, cut.runs)) and features is None and kernel is None:
+        is_levelled = lifts.has_levels(estimator, width)
+        state_basis = lifts.basis_of_states(cut.runs, lag, is_levelled)
     recipe = Recipe(
         estimator,
-        as_features(features),
+        lifts.as_features(features),
         state_basis,
         None if kernel is None else as_module(kernel),
         centres,
@@ -997,9 +793,9 @@ def fit_model(
         num_delays,
         num_inputs,
         center,
-        state_shape,
+        cut.state_shape or (width,),
     )
-    series = _series(cut, recipe, observed)
+    labels = [tuple(label) if isinstance(label, list) else label for label in (time, run)]
     meaning = Meaning(
         cut.columns,
         cut.input_columns,
@@ -1007,15 +803,9 @@ def fit_model(
         cut.time_step,
         cut.unit,
         cut.has_dates,
-        _hashable(time),
-        _hashable(run),
-        _hashable(columns),
+        *labels,
     )
-    return _fitted(recipe, series, meaning)
-
-
-def _hashable(labels: Any) -> Any:
-    return tuple(labels) if isinstance(labels, list) else labels
+    return _model_of(recipe, _series(cut, recipe), meaning)
 
 
 def _check_options(
@@ -1043,29 +833,16 @@ def _check_input_options(estimator: Estimator, lag: int, kernel: Any) -> None:
         fail("kernel", "be None with `inputs`", type(kernel).__name__, "Pass features=")
 
 
-def _coordinates(states: Float[np.ndarray, "n d"], recipe: Recipe) -> Float[np.ndarray, "n f"]:
-    """Return features of states."""
-    if recipe.state_basis is not None:
-        return np.asarray(recipe.state_basis.coordinates(states))
-    if recipe.features is None:
-        return states
-    return state_features(recipe.features, states, recipe.state_shape)
-
-
-def _series(
-    cut: Trajectories, recipe: Recipe, observed: Float[np.ndarray, "n o"] | None = None
-) -> Series:
-    """Return the states of all pieces; `observed` if they are known."""
+def _series(cut: Trajectories, recipe: Recipe) -> Series:
+    """Return the states of all pieces."""
     states = np.concatenate(cut.runs)
-    if observed is None:
-        observed = states
-        if recipe.state_basis is not None:
-            observed = np.asarray(recipe.state_basis.coordinates(states))
     coordinates = None
     if recipe.features is not None:
-        coordinates = state_features(recipe.features, states, recipe.state_shape)
+        coordinates = lifts.state_features(recipe.features, states, recipe.state_shape)
+    if recipe.state_basis is not None:
+        states = recipe.state_basis.coordinates(states)
     return Series(
-        observed,
+        states,
         coordinates,
         None if cut.inputs is None else np.concatenate(cut.inputs),
         np.concatenate(cut.times),
@@ -1074,70 +851,38 @@ def _series(
     )
 
 
-def _fitted(recipe: Recipe, series: Series, meaning: Meaning) -> KoopmanModel:
+def _targets(series: Series, recipe: Recipe) -> np.ndarray:
+    """Return what rows predict: states, or with inputs features of the newest state."""
+    values = series.features if recipe.num_input_delays else series.observed
+    return series.delays(values, 1, recipe.span)
+
+
+def _model_of(recipe: Recipe, series: Series, meaning: Meaning) -> KoopmanModel:
     """Return the model of series."""
-    lengths = series.lengths.tolist()
-    lifted = lift_rows(recipe, series.features, lengths, series.inputs)
-    recipe = _with_rank(recipe, lifted)
-    observed, _ = delay_rows(series.observed, lengths, 1, recipe.span)
+    lifted = lifts.lift_rows(recipe, series.features, series.lengths.tolist(), series.inputs)
     if recipe.num_input_delays:
-        delayed, _ = delay_rows(series.features, lengths, recipe.num_delays, recipe.span)
-        inputs, _ = delay_rows(series.inputs, lengths, recipe.num_input_delays, recipe.span)
-        refuse_singular(np.concatenate([delayed, inputs], 1), inputs.shape[1])
-        observed = delayed[:, : series.features.shape[1]]
-    operator = _fitted_operator(recipe, lifted, observed)
-    system = None
-    if recipe.num_input_delays:
-        system = _system_of(operator, lifted, series)
-        operator = None
-    return KoopmanModel(
-        recipe,
-        lifted.lifting,
-        operator,
-        system,
-        series,
-        lifted.rows,
-        lifted.scale,
-        np.asarray(lifted.alpha),
-        meaning,
-    )
+        delayed = series.delays(series.features, recipe.num_delays, recipe.span)
+        inputs = series.delays(series.inputs, recipe.num_input_delays, recipe.span)
+        systems.refuse_singular(np.concatenate([delayed, inputs], 1), inputs.shape[1])
+    estimator: Any = recipe.estimator
+    if estimator.rank == "auto":
+        num_pairs = len(pair_indices(lifted.lengths.tolist(), recipe.lag)[0])
+        rank = lifts.threshold_rank(lifted.sizes, num_pairs, len(lifted.squares))
+        estimator = type(estimator)(rank, estimator.alpha, solver=estimator.solver)
+        recipe = dataclasses.replace(recipe, estimator=estimator)
+    operator = _operator_of(recipe, lifted, _targets(series, recipe))
+    return KoopmanModel(recipe, lifted, operator, series, meaning)
 
 
-def _with_rank(recipe: Recipe, lifted: Lifted) -> Recipe:
-    """Return the recipe with a rank for "auto" that is not above the number of directions."""
-    estimator = recipe.estimator
-    if estimator.rank != "auto":
-        return recipe
-    states, _ = lifted.pairs
-    width = len(lifted.squares)
-    rank = threshold_rank(lifted.sizes, len(states), width)
-    ranked: Any = type(estimator)
-    resolved = ranked(rank, estimator.alpha, solver=estimator.solver)
-    return dataclasses.replace(recipe, estimator=resolved)
-
-
-def _system_of(operator: Operator, lifted: Lifted, series: Series) -> InputSystem:
-    """Return the coefficients of a fit with inputs, and the map from features to states."""
-    width = series.observed.shape[1]
-    if series.coordinates is None:
-        return input_system(operator, lifted, np.eye(width), np.zeros(width))
-    mean = series.observed.mean(0)
-    centre = series.coordinates.mean(0)
-    readout = np.linalg.lstsq(series.coordinates - centre, series.observed - mean, rcond=1e-12)[0]
-    return input_system(operator, lifted, readout, mean - centre @ readout)
-
-
-def _fitted_operator(
-    recipe: Recipe, lifted: Lifted, observed: Float[np.ndarray, "rows o"]
-) -> Operator:
+def _operator_of(recipe: Recipe, lifted: Lifted, observed: np.ndarray) -> Operator:
     """Return the operator of `koopman.fit` on lifted rows, and warn of what `diagnose` finds."""
-    estimator = recipe.estimator
-    alpha = eqx.tree_at(
-        lambda estimator: estimator.alpha, estimator, lifted.alpha, is_leaf=lambda x: x is None
+    default: Any = recipe.estimator
+    estimator = eqx.tree_at(
+        lambda estimator: estimator.alpha, default, float(lifted.alpha), is_leaf=_is_none
     )
-    states, successors = lifted.pairs
-    dtype = working_dtype()
-    z = lifted.features.astype(dtype)
+    states, successors = pair_indices(lifted.lengths.tolist(), recipe.lag)
+    dtype = lifts.working_dtype()
+    z = (lifted.rows * lifted.scale).astype(dtype)
     x = z[states]
     y = z[successors]
     target = observed[successors].astype(dtype)
@@ -1145,28 +890,33 @@ def _fitted_operator(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if len(x) * num_columns**2 > _LARGE_QR and len(x) > num_columns:
-            operator = fit(alpha, _host_moments(x, y, target, recipe.center))
+            operator = fit(estimator, _host_moments([x, y, target], recipe.center))
         else:
-            operator = fit(alpha, x, y, observable=target, center=recipe.center)
-    squares = None
-    if estimator.alpha is None:
-        operator = dataclasses.replace(operator, given=False)
-        squares = lifted.squares
-    if squares is not None and recipe.kernel is None and not has_levels(estimator, len(squares)):
-        columns = jax.device_put(squares.astype(dtype))
-        fitting = dataclasses.replace(operator.fitting, squares=columns)
-        operator = dataclasses.replace(operator, fitting=fitting)
+            operator = fit(estimator, x, y, observable=target, center=recipe.center)
+    if default.alpha is None:
+        fitting = operator.fitting
+        has_columns = recipe.kernel is None and recipe.state_basis is None
+        if has_columns and not lifts.has_levels(default, len(lifted.squares)):
+            squares = jax.device_put(lifted.squares.astype(dtype))
+            fitting = eqx.tree_at(
+                lambda fitting: fitting.squares, fitting, squares, is_leaf=_is_none
+            )
+        operator = dataclasses.replace(operator, given=False, fitting=fitting)
     warn_of(findings_of(operator, x, y))
     return operator
 
 
-def _host_moments(x: np.ndarray, y: np.ndarray, target: np.ndarray, center: bool) -> Moments:
-    """Return `moments` by NumPy, which compiles no program for the number of rows."""
-    joint = np.concatenate([x, y, target], 1)
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def _host_moments(arrays: list[np.ndarray], center: bool) -> Moments:
+    """Return `moments` of x, y and the observable, without a program for the number of rows."""
+    joint = np.concatenate(arrays, 1)
     mean = joint.mean(0)
-    centred = joint - mean if center else joint
-    root = np.linalg.qr(centred, mode="r")
-    means = np.split(mean, [x.shape[1], 2 * x.shape[1]])
-    count = np.asarray(len(x), joint.dtype)
-    fields = [count, *means, np.zeros(1 + len(mean), joint.dtype), root]
-    return Moments(*map(jax.numpy.asarray, fields), center)
+    root = np.linalg.qr(joint - mean if center else joint, mode="r")
+    ends = np.cumsum([array.shape[1] for array in arrays])[:2]
+    count = np.full((), len(joint), joint.dtype)
+    rounding = np.zeros(1 + len(mean), joint.dtype)
+    fields = [count, *np.split(mean, ends), rounding, root]
+    return Moments(*map(jax.device_put, fields), center)

@@ -14,8 +14,14 @@ import numpy as np
 from dissociation._core.checks import check_known, fail, fail_kind
 from dissociation._core.files import write_bytes
 from dissociation._core.validation import validated
-from koopman._models._inputs import InputSystem
-from koopman._models._lifting import Lifting, Recipe, StateBasis, as_features, state_features
+from koopman._models._lifting import (
+    Lifted,
+    Lifting,
+    Recipe,
+    StateBasis,
+    as_features,
+    state_features,
+)
 from koopman._models._model import KoopmanModel, Meaning, Series
 from koopman._operators import _kernels
 from koopman._operators._estimators import PrincipalComponents, ReducedRank, Ridge
@@ -40,7 +46,7 @@ _CLASSES = (
     Recipe,
     Lifting,
     StateBasis,
-    InputSystem,
+    Lifted,
     Series,
     Meaning,
     KoopmanModel,

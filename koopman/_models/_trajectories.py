@@ -1,6 +1,5 @@
 """Read trajectories as users have them: runs, clocks, units, missing rows and gaps."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -331,12 +330,17 @@ class _Cuts(NamedTuple):
     num_short: int
 
 
-def cut_at_gaps(trajectories: Trajectories, min_rows: int) -> Trajectories:
+def cut_at_gaps(
+    trajectories: Trajectories,
+    min_rows: int,
+    advice: str = "Take fewer delays or a shorter lag",
+) -> Trajectories:
     """Return the pieces of runs between missing rows and gaps of the clock.
 
     Args:
         trajectories: Runs.
         min_rows: Number of rows below which a piece is left out.
+        advice: What to do if all pieces are shorter.
 
     Warns:
         UserWarning: If there are missing rows or gaps, or pieces are left out.
@@ -368,7 +372,7 @@ def cut_at_gaps(trajectories: Trajectories, min_rows: int) -> Trajectories:
             "trajectories",
             f"have {min_rows} rows or more in a run without gaps",
             f"{longest} at most",
-            "Take fewer delays or a shorter lag",
+            advice,
         )
     cuts = _Cuts(num_missing, num_gaps, len(pieces) - len(long_pieces))
     _warn_cuts(cuts, len(pieces), min_rows)
@@ -461,14 +465,17 @@ def drop_missing(trajectories: Trajectories) -> Trajectories:
     return trajectories._replace(runs=runs, times=times)
 
 
-def as_coordinates(trajectories: Trajectories, times: np.ndarray) -> np.ndarray:
-    """Return times as dates, if the clock has dates."""
-    if not trajectories.has_dates:
+def as_dates(times: np.ndarray, has_dates: bool) -> np.ndarray:
+    """Return times in days as dates, if the clock has dates."""
+    if not has_dates:
         return times
     return np.round(times * _DAY).astype(np.int64).astype("datetime64[ns]")
 
 
-def check_columns(name: str, columns: Sequence[Any], fitted: Sequence[Any]) -> None:
-    """Raise unless columns are those of a fit."""
-    if tuple(columns) != tuple(fitted):
-        fail(name, f"have the columns of the fit, {list(fitted)}", list(columns))
+def check_columns(trajectories: Trajectories, fitted: tuple[Any, ...]) -> None:
+    """Raise unless columns are those of a fit; columns of arrays have no labels."""
+    columns = trajectories.columns
+    is_labelled = columns != tuple(range(len(columns)))
+    if len(columns) != len(fitted) or (is_labelled and columns != fitted):
+        words = f"{len(columns)} columns, {list(columns)[:9]}"
+        fail("trajectories", f"have the {len(fitted)} columns of the fit", words)

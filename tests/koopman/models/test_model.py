@@ -154,7 +154,7 @@ def eqx_scaled(model, scale):
     """Return a model whose arrays are traced."""
     import equinox as eqx
 
-    return eqx.tree_at(lambda model: model.alpha, model, scale)
+    return eqx.tree_at(lambda model: model.lifted.alpha, model, scale)
 
 
 def test_images_keep_their_shape():
@@ -239,7 +239,7 @@ def test_options_that_do_not_fit_are_refused():
         ),
         (lambda: fit_model(np.ones((9, 2))), "`trajectories` must hold states that vary"),
         (lambda: model.predict(0), "`steps` must be at least 1"),
-        (lambda: model.predict(2, past=STATES[:2]), r"`past` must hold the last 3 states"),
+        (lambda: model.predict(2, past=STATES[:2]), r"`past` must have 3 rows or more"),
         (lambda: model.predict(2, past=STATES[:3, :1]), r"`past` must have the 2 columns"),
         (lambda: model.predict(2, inputs=np.ones((2, 1))), "`inputs` must be None"),
         (lambda: model.rates(level=1.0), "`level` must be between 0 and 1"),
@@ -250,4 +250,4 @@ def test_options_that_do_not_fit_are_refused():
         (lambda: fit(PrincipalComponents("auto"), STATES, STATES), "`rank` must be an integer in"),
     )
     with pytest.raises(TypeError, match="`trajectories` must be known"):
-        jax.jit(lambda states: fit_model(states).alpha)(STATES)
+        jax.jit(lambda states: fit_model(states).lifted)(STATES)

@@ -241,7 +241,7 @@ def test_inputs_that_do_not_fit_are_refused():
         (fitted(INPUTS, PrincipalComponents(1)), "`estimator` must be Ridge with"),
         (fitted(INPUTS, lag=2), "`lag` must be 1 with"),
         (fitted(INPUTS, kernel=RBF(1.0)), "`kernel` must be None with"),
-        (lambda: model.predict(3), r"`inputs` must have shape \[3, 2\].*got None"),
+        (lambda: model.predict(3), r"`inputs` must be finite, of shape \[3, 2\].*got None"),
         (lambda: model.predict(3, inputs=np.ones((2, 2))), r"got shape \(2, 2\)"),
         (lambda: model.operator, "`operator` must be used without inputs"),
     )
