@@ -44,14 +44,16 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "training/_records.py:record_steps training/_records.py:log_spaced_steps "
         "rewrites/_bounds.py:_single "
         "rewrites/_network_matching.py:_moves training/_grids.py:_run "
-        "koopman/_operators/_pairs.py:_merged linear/_families.py:_walk",
+        "koopman/_operators/_pairs.py:_merged linear/_families.py:_walk "
+        "koopman/_models/_exponentials.py:_reasons",
     "lengths of rows of zeros, which are exactly 0":
         "_core/distances.py:cosine_distances_with_size",
     "labels":
         "figures/_compare_files.py:_read_ids",
     "an order for show":
         "figures/_eigenvector_measures.py:details "
-        "koopman/figures/_ordered_mnist_drawing.py:_shown_seed",
+        "koopman/figures/_ordered_mnist_drawing.py:_shown_seed "
+        "koopman/_models/_drawing.py:_draw_forecast",
     "classes":
         "figures/_eigenvector_measures.py:masking figures/_eigenvector_measures.py:truncations "
         "measures/_collapse.py:nearest_centre_agreement measures/_robustness.py:error_rate "

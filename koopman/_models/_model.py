@@ -1,0 +1,922 @@
+"""Models of trajectories: one entry from data to rates, forecasts and files."""
+
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+import xarray
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_count, check_known, check_level, fail, fail_kind
+from dissociation._core.columns import Reading
+from dissociation._core.frames import is_table
+from dissociation._core.types import Size
+from dissociation._core.validation import validated
+from koopman._models import _dynamics as systems
+from koopman._models import _lifting as lifts
+from koopman._models._block_sums import MIN_BLOCKS, Replicates, assign_blocks, replicate
+from koopman._models._dynamics import Dynamics
+from koopman._models._intervals import (
+    Intervals,
+    few_pairs,
+    jackknife_error,
+    rate_intervals,
+    student_quantile,
+)
+from koopman._models._lifting import Lifted, Lifting, Recipe, delay_rows, pair_indices
+from koopman._models._rates import RateEstimates, falling_order, rates_dataset, rates_summary
+from koopman._models._trajectories import (
+    Trajectories,
+    as_dates,
+    check_columns,
+    cut_at_gaps,
+    read_trajectories,
+)
+from koopman._operators._diagnose import findings_of
+from koopman._operators._estimators import Estimator, PrincipalComponents, ReducedRank, Ridge
+from koopman._operators._findings import warn_of
+from koopman._operators._fit import fit
+from koopman._operators._forecast import warn_lost
+from koopman._operators._kernels import Kernel, Operator, as_module
+from koopman._operators._pairs import Moments
+from koopman._operators._spectrum import decompose
+
+_KINDS: dict[type, str] = {
+    Ridge: "ridge", PrincipalComponents: "principal", ReducedRank: "reduced"
+}  # fmt: skip
+_CONSTANT = 0.99
+"""Squared mean of an eigenfunction, over its mean square, from which on it is the constant."""
+_LARGE_QR = 2**27
+"""Rows times columns squared from which on `fit` would compile for every number of rows."""
+_STATE_AXES = ("channel", "height", "width")
+
+
+class Meaning(NamedTuple):
+    """Names and units of a model.
+
+    Attributes:
+        columns: Labels of the states.
+        input_columns: Labels of the inputs.
+        labels: Labels of the runs.
+        time_step: Time between states.
+        unit: Unit of time.
+        has_dates: True if times are dates.
+        time: Name of the clock in frames.
+        run: Name of the runs in frames, or several.
+    """
+
+    columns: tuple[Any, ...]
+    input_columns: tuple[Any, ...]
+    labels: tuple[Any, ...]
+    time_step: float
+    unit: str
+    has_dates: bool
+    time: Any
+    run: Any
+
+
+class Series(NamedTuple):
+    """States of all pieces of runs below each other.
+
+    Attributes:
+        observed: States, or their coordinates: [n, o].
+        coordinates: Features of every state, [n, f]; None where they are the states.
+        inputs: Inputs at the same times, [n, m], or None.
+        times: Times, [n].
+        lengths: Numbers of states of the pieces, [pieces].
+        run_of_piece: Index of the run, [pieces].
+    """
+
+    observed: Any
+    coordinates: Any
+    inputs: Any
+    times: Any
+    lengths: Any
+    run_of_piece: Any
+
+    @property
+    def features(self) -> np.ndarray:
+        """Features of every state."""
+        return self.observed if self.coordinates is None else self.coordinates
+
+    def delays(self, values: np.ndarray, num_delays: int, span: int) -> np.ndarray:
+        """Return rows of delays, the first of a piece at its state number `span`."""
+        return delay_rows(values, self.lengths.tolist(), num_delays, span)[0]
+
+
+class ModeTable(NamedTuple):
+    """Modes in the order of `KoopmanModel.rates`.
+
+    Attributes:
+        rates: Result of `KoopmanModel.rates`.
+        eigenvalues: Eigenvalues per lag, the one of a pair with positive imaginary part: [modes].
+        shapes: Amplitudes of the modes, [modes, *state].
+    """
+
+    rates: xarray.Dataset
+    eigenvalues: np.ndarray
+    shapes: np.ndarray
+
+
+class _Starts(NamedTuple):
+    """Pasts from which forecasts start.
+
+    Attributes:
+        rows: Rows, as `KoopmanModel._rows` returns: [runs, R].
+        inputs: Last inputs in the order of time, [runs, delays - 1, m], or None.
+        times: Times of the last states, [runs].
+        labels: Labels of the runs.
+    """
+
+    rows: np.ndarray
+    inputs: Any
+    times: np.ndarray
+    labels: list[Any]
+
+
+class _Spectrum(NamedTuple):
+    """Eigenvalues [r] with shapes [r, o], shares, and True for the constant."""
+
+    eigenvalues: np.ndarray
+    shapes: np.ndarray
+    share: np.ndarray
+    is_constant: np.ndarray
+
+
+class KoopmanModel(eqx.Module):
+    """Model of trajectories that `fit_model` returns.
+
+    Its operator acts on features of the last `num_delays` states. Methods that return a Dataset
+    need known values; `model.lift` and `model.operator` may be used under `jax.jit`, `jax.vmap` and
+    `jax.grad`.
+
+    Attributes:
+        recipe: Estimator, lag, delays, features and kernel.
+        lifted: Features of all training times.
+        latent_operator: Operator on these features; with inputs, of their regression alone.
+        series: Training states.
+        meaning: Names and units.
+    """
+
+    recipe: Recipe
+    lifted: Lifted
+    latent_operator: Operator
+    series: Series
+    meaning: Meaning = eqx.field(static=True)
+
+    def __repr__(self) -> str:
+        meaning = self.meaning
+        return (
+            f"KoopmanModel({type(self.recipe.estimator).__name__}, "
+            f"{len(meaning.labels)} runs of {len(meaning.columns)} columns, "
+            f"lag={self.recipe.lag}, num_delays={self.recipe.num_delays}, "
+            f"time_step={meaning.time_step:.6g} {meaning.unit})"
+        )
+
+    @property
+    def lifting(self) -> Lifting:
+        """Map from the last states to features."""
+        return self.lifted.lifting
+
+    @property
+    def operator(self) -> Operator:
+        """Return the operator for `koopman.predict`, `koopman.decompose` and others.
+
+        Its features are those of `lift`, and its observable is the state one lag later.
+        """
+        if self.recipe.num_input_delays:
+            advice = "Use model.predict and model.matrices"
+            fail("operator", "be used without inputs", "a model with inputs", advice)
+        operator = self.latent_operator
+        return dataclasses.replace(
+            operator,
+            readout=self._states(operator.readout),
+            mean_observable=self._states(operator.mean_observable),
+            observable_shape=self.recipe.state_shape,
+        )
+
+    def lift(self, past: Float[Array | np.ndarray, "..."]) -> Float[Array, "n r"]:
+        """Return features of the last `num_delays` states, in the order of time.
+
+        Args:
+            past: States [n, num_delays, ...]; without the first axis for one state.
+        """
+        num_axes = 1 + len(self.recipe.state_shape)
+        return self.lifting(past[None] if np.ndim(past) == num_axes else past)
+
+    def rates(self, level: float = 0.9) -> xarray.Dataset:
+        """Return growth, frequency and time scale of every mode, with intervals.
+
+        Args:
+            level: Probability of the intervals, between 0 and 1.
+
+        Returns:
+            A dataset over `mode`, by falling share, a conjugate pair once: `growth` (signed),
+            `frequency` (cycles) and `time_scale`, each with `_low` and `_high`, which are NaN for
+            modes that are not resolved; `share` of the variance; `resolved`; `reason`.
+
+        Raises:
+            ValueError: If `level` is not between 0 and 1.
+        """
+        return self.mode_table(level).rates
+
+    def mode_table(self, level: float = 0.9) -> ModeTable:
+        """Return the rates with eigenvalues and mode shapes in the same order."""
+        check_level(level)
+        check_known("rates are tables of numbers", model=self)
+        spectrum = remembered(self, "spectrum", self._spectrum)
+        intervals = self._intervals(spectrum.eigenvalues, level)
+        estimates = intervals.with_share(spectrum.share, spectrum.eigenvalues)
+        is_mode = ~spectrum.is_constant[intervals.index]
+        estimates = RateEstimates(*(np.asarray(field)[is_mode] for field in estimates))
+        index = intervals.index[is_mode][falling_order(estimates.share, estimates.growth)]
+        shapes = self._states(spectrum.shapes[index])
+        dataset = rates_dataset(estimates, self.meaning.unit, level)
+        shaped = shapes.reshape(len(index), *self.recipe.state_shape)
+        return ModeTable(dataset, spectrum.eigenvalues[index], shaped)
+
+    def summary(self, level: float = 0.9) -> str:
+        """Return the table of `rates` as a string with units."""
+        return rates_summary(self.rates(level))
+
+    def plot(self, steps: int = 50) -> Any:
+        """Return a Matplotlib figure of eigenvalues, rates, modes and a forecast.
+
+        Args:
+            steps: Lags ahead of the forecast.
+        """
+        from koopman._models._drawing import draw_model
+
+        return draw_model(self, steps)
+
+    def predict(
+        self, steps: Any, past: Any = None, inputs: Any = None, level: float = 0.9
+    ) -> xarray.Dataset:
+        """Return forecasts with intervals of their means and bands of new observations.
+
+        Args:
+            steps: Lags ahead, 1 to `steps`, or a list of lags.
+            past: The last `num_delays` states in the order of time, one array or one per run; by
+                default the end of every run.
+            inputs: Inputs from the last state on, [steps, m] or [run, steps, m], for a model with
+                inputs. With several input delays and a `past`, the delays come before.
+            level: Probability of the intervals.
+
+        Returns:
+            A dataset of `mean`, `mean_low`, `mean_high`, `low` and `high` over `step`, `run` and
+            `column` (images: `height` and `width`), with the coordinate `time`. Means have
+            intervals from 20 blocks on. `low` and `high` add quantiles of the training errors at as
+            many steps; where runs are too short for them, at the most steps that are not.
+
+        Raises:
+            ValueError: If `past` is too short or of other columns, or inputs do not fit.
+        """
+        check_level(level)
+        check_known("forecasts are tables of numbers", model=self)
+        ahead = _checked_steps(steps)
+        num_steps = int(ahead[-1])
+        starts = self._starts(past)
+        num_runs = len(starts.rows)
+        if not self.recipe.num_input_delays:
+            warn_lost(self.latent_operator, ahead)
+        # One program forecasts from the pasts and from all training rows.
+        rows = np.concatenate([starts.rows, self._rows(self.series)])
+        windows = [self._input_windows(starts, num_steps, inputs)]
+        windows = np.concatenate([*windows, self._windows(self.series, num_steps)], 1)
+        values = systems.forecasts(self._dynamics(), rows, windows, ahead)[0]
+        errors, _ = self._differences(self.series, values[:, num_runs:], ahead)
+        deleted = None
+        replicates = self._replicates()
+        if replicates is not None:
+            dynamics = self._replicated_dynamics()
+            deleted = systems.forecasts(dynamics, starts.rows, windows[:, :num_runs], ahead)
+            deleted = deleted[1 : 1 + replicates.num_blocks]
+        basis = self.recipe.state_basis
+        band = systems.bands(values[:, :num_runs], deleted, errors, level, basis)
+        variables = {}
+        for name, states in band._asdict().items():
+            variables[name] = self._with_axes(("step", "run"), states)
+        elapsed = ahead * self.recipe.lag * self.meaning.time_step
+        times = as_dates(elapsed[:, None] + starts.times, self.meaning.has_dates)
+        units = {} if self.meaning.has_dates else {"units": self.meaning.unit}
+        coords = {"step": ahead, "run": starts.labels, "time": (("step", "run"), times, units)}
+        return xarray.Dataset(variables, coords | self._column_coordinate())
+
+    def score(self, trajectories: Any, steps: Any, inputs: Any = None) -> xarray.Dataset:
+        """Return root mean square errors of forecasts, and of persistence.
+
+        Args:
+            trajectories: Trajectories in the form of the fit.
+            steps: Lags ahead, 1 to `steps`, or a list of lags.
+            inputs: Inputs of the trajectories, for a model with inputs; read from frames.
+
+        Returns:
+            A dataset over `step` and `column`: `error`, and `persistence`, the error of the last
+            state repeated.
+        """
+        check_known("scores are tables of numbers", model=self)
+        ahead = _checked_steps(steps)
+        num_rows = self.recipe.span + self.recipe.lag * int(ahead[0])
+        series = _series(self._read("trajectories", trajectories, num_rows, inputs), self.recipe)
+        windows = self._windows(series, int(ahead[-1]))
+        values = systems.forecasts(self._dynamics(), self._rows(series), windows, ahead)[0]
+        variables = {}
+        names = ("error", "persistence")
+        for name, steps_of_name in zip(
+            names, self._differences(series, values, ahead), strict=True
+        ):
+            means = []
+            for errors in steps_of_name:
+                squares = self._states(errors) ** 2
+                means.append(np.sqrt(np.sum(squares, 0) / np.float64(len(errors) or np.nan)))
+            variables[name] = self._with_axes(("step",), np.stack(means))
+        return xarray.Dataset(variables, {"step": ahead} | self._column_coordinate())
+
+    def matrices(self, level: float = 0.9) -> xarray.Dataset:
+        """Return A, B and the intercept of x A + u B + c, with intervals.
+
+        Args:
+            level: Probability of the intervals.
+
+        Returns:
+            A dataset of `A` [delay, from, to], `B` [input delay, input, to] and `intercept` [to],
+            each with `_low` and `_high`, NaN below 20 blocks. The matrices of DMDc are the
+            transposes.
+
+        Raises:
+            ValueError: If the model has features of states, a kernel, or images.
+        """
+        check_level(level)
+        check_known("matrices are tables of numbers", model=self)
+        recipe = self.recipe
+        if any(part is not None for part in (recipe.features, recipe.kernel, recipe.state_basis)):
+            received = "features, a kernel, or more columns than rows"
+            fail("model", "be linear in few states for its matrices", received)
+        columns = list(self.meaning.columns)
+        coords = {"from": columns, "to": columns}
+        shapes = {"A": (recipe.num_delays, len(columns), len(columns))}
+        axes = {"A": ("delay", "from", "to"), "B": ("input_delay", "input", "to")}
+        if recipe.num_input_delays:
+            coords["input"] = list(self.meaning.input_columns)
+            shapes["B"] = (recipe.num_input_delays, len(coords["input"]), len(columns))
+        estimate = self._coefficients(systems.of_operator(self.latent_operator))
+        replicates = self._replicates()
+        half_widths = [np.full(part.shape[1:], np.nan) for part in estimate]
+        if replicates is not None:
+            scaled = systems.of_replicates(replicates, self.lifted.scale)
+            for index, part in enumerate(self._coefficients(scaled)):
+                deleted = part[1 : 1 + replicates.num_blocks]
+                half_widths[index] = student_quantile(deleted, level) * jackknife_error(deleted)
+        variables = {}
+        for end, sign in {"": 0, "_low": -1, "_high": 1}.items():
+            coefficients, intercept = (
+                part[0] + (sign * width if sign else 0)
+                for part, width in zip(estimate, half_widths, strict=True)
+            )
+            blocks = np.split(coefficients, [recipe.num_delays * len(columns)])
+            for (name, shape), block in zip(shapes.items(), blocks, strict=False):
+                variables[name + end] = (axes[name], block.reshape(shape))
+            variables[f"intercept{end}"] = (("to",), intercept)
+        return xarray.Dataset(variables, coords)
+
+    def save(self, path: str | Path) -> None:
+        """Write the model to an `.npz` file, which `koopman.load_model` reads.
+
+        Args:
+            path: Name of the file.
+        """
+        from koopman._models._saving import save_model
+
+        save_model(self, path)
+
+    def _states(self, coordinates: Any) -> Any:
+        """Return states of coordinates, [..., d]."""
+        basis = self.recipe.state_basis
+        return coordinates if basis is None else basis.states(coordinates)
+
+    def _row_lengths(self, series: Series) -> list[int]:
+        return np.maximum(series.lengths - self.recipe.span + 1, 0).tolist()
+
+    def _rows(self, series: Series, span: int | None = None) -> np.ndarray:
+        """Return rows from which forecasts start: features, or delays with inputs."""
+        recipe = self.recipe
+        delayed = series.delays(series.features, recipe.num_delays, span or recipe.span)
+        if recipe.num_input_delays:
+            return delayed
+        lifting = self.lifting
+        if lifting.kernel_map is None:
+            return (delayed - lifting.offset) @ lifting.basis
+        values = lifting.project(lifts.padded(delayed.astype(lifts.working_dtype())))
+        return np.asarray(values)[: len(delayed)]
+
+    def _dynamics(self) -> Dynamics:
+        """Return the dynamics of the estimate."""
+        return self._driven(systems.of_operator(self.latent_operator))
+
+    def _replicated_dynamics(self) -> Dynamics:
+        scaled = systems.of_replicates(
+            remembered(self, "replicates", self._fitted), self.lifted.scale
+        )
+        return self._driven(scaled)
+
+    def _coefficients(self, dynamics: Dynamics) -> tuple[np.ndarray, np.ndarray]:
+        """Return coefficients and intercepts of rows of delays."""
+        return systems.regression(dynamics, self.lifting.offset, self.lifting.basis)
+
+    def _driven(self, dynamics: Dynamics, richer: Lifted | None = None) -> Dynamics:
+        """Return the dynamics of rows of delays with inputs; without inputs unchanged."""
+        if not self.recipe.num_input_delays:
+            return dynamics
+        lifting = (richer or self.lifted).lifting
+        series = self.series
+        readout = np.eye(series.observed.shape[1])
+        mean = np.zeros(len(readout))
+        if series.coordinates is not None:
+            mean = series.observed.mean(0)
+            centre = series.coordinates.mean(0)
+            centred = series.coordinates - centre
+            readout = np.linalg.lstsq(centred, series.observed - mean, rcond=1e-12)[0]
+            mean = mean - centre @ readout
+        parts = systems.regression(dynamics, lifting.offset, lifting.basis)
+        return systems.with_inputs(*parts, lifting.num_delays, readout, mean)
+
+    def _spectrum(self) -> _Spectrum:
+        if self.recipe.num_input_delays:
+            dynamics = self._dynamics()
+            values, vectors = np.linalg.eig(dynamics.core[0])
+            shapes = np.linalg.inv(vectors) @ dynamics.readout[0]
+            rows = self._rows(self.series)
+            gram = np.atleast_2d(np.cov(rows, rowvar=False))
+            mean = np.zeros(len(gram))
+        else:
+            operator = self.latent_operator
+            eigensystem = decompose(operator)
+            values = np.asarray(eigensystem.eigenvalues)
+            vectors = np.asarray(eigensystem.right)
+            shapes = np.asarray(eigensystem.left).T @ np.asarray(operator.readout)
+            mean = np.asarray(operator.mean_latent)
+            gram = np.asarray(operator.gram_x) - mean[:, None] * mean
+        share = systems.shares(vectors.conj().T @ gram @ vectors, shapes)
+        # The mean square of an eigenfunction is 1, so that a constant has the squared mean 1.
+        return _Spectrum(values, shapes, share, np.abs(mean @ vectors) ** 2 > _CONSTANT)
+
+    def _intervals(self, eigenvalues: np.ndarray, level: float) -> Intervals:
+        recipe = self.recipe
+        series = self.series
+        inputs = self._windows(series, 1)[0]
+        values = systems.one_step(self._dynamics(), self._rows(series), inputs)
+        (errors,), _ = self._differences(series, values[None], np.ones(1, int))
+        residual = float(np.sqrt(np.mean(errors**2) / np.mean(series.observed.var(0))))
+        numbers = (len(errors), len(eigenvalues), residual)
+        replicates = None if few_pairs(*numbers) else self._replicates()
+        richer = None
+        if replicates is not None:
+            richer = remembered(self, "richer", self._richer)
+        return rate_intervals(
+            eigenvalues,
+            replicates,
+            richer,
+            time=recipe.lag * self.meaning.time_step,
+            level=level,
+            num_pairs=numbers[0],
+            num_latent=numbers[1],
+            residual=residual,
+            memory=recipe.num_delays / recipe.lag if recipe.estimator.size is None else 0.0,
+        )
+
+    def _blocks(self) -> Any:
+        lengths = np.asarray(self._row_lengths(self.series)) - self.recipe.lag
+        return assign_blocks(np.maximum(lengths, 0).tolist())
+
+    def _replicates(self) -> Replicates | None:
+        """Return replicates of the fit, or None if there are too few blocks."""
+        if self._blocks().num_blocks < MIN_BLOCKS:
+            return None
+        return remembered(self, "replicates", self._fitted)
+
+    def _fitted(self) -> Replicates:
+        return self._replicated(self.lifted, self.recipe)
+
+    def _richer(self) -> Replicates | None:
+        """Return replicates of a silent fit with twice the delays, or None if runs are short."""
+        recipe = dataclasses.replace(self.recipe, num_delays=2 * self.recipe.num_delays)
+        skipped = recipe.span + recipe.lag - 1
+        num_pairs = np.maximum(self.series.lengths - skipped, 0).sum()
+        if num_pairs < 2 * self._blocks().num_blocks:
+            return None
+        series = self.series
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lengths = series.lengths.tolist()
+            lifted = lifts.lift_rows(recipe, series.features, lengths, series.inputs)
+        return self._replicated(lifted, recipe, is_check=True)
+
+    def _replicated(self, lifted: Lifted, recipe: Recipe, is_check: bool = False) -> Replicates:
+        """Return replicates of the estimator on lifted rows."""
+        series = self.series
+        observed = None
+        if recipe.num_input_delays or not is_check:
+            observed = _targets(series, recipe).astype(lifts.working_dtype())
+        estimator: Any = recipe.estimator
+        replicates = replicate(
+            lifted.rows,
+            observed,
+            lifted.lengths.tolist(),
+            recipe.lag,
+            self._blocks().without(recipe.span - self.recipe.span),
+            lifted.scale,
+            float(lifted.alpha),
+            kind=_KINDS[type(estimator)],
+            rank=estimator.size,
+            center=recipe.center,
+            is_check=is_check,
+        )
+        if not recipe.num_input_delays:
+            return replicates
+        dynamics = self._driven(systems.of_replicates(replicates, lifted.scale), lifted)
+        values = np.linalg.eigvals(dynamics.core)
+        # Twice the lag depends on inputs in between, so the check with it passes.
+        later = values[: len(replicates.eigenvalues_later)] ** 2
+        return replicates._replace(eigenvalues=values, eigenvalues_later=later)
+
+    def _read(
+        self, name: str, trajectories: Any, num_rows: int, inputs: Any = None
+    ) -> Trajectories:
+        """Return new trajectories, read as those of the fit."""
+        meaning = self.meaning
+        tables = trajectories if isinstance(trajectories, list | tuple) else [trajectories]
+        reading = Reading(takes_names=True)
+        axis = None
+        num_axes = 1 + len(self.recipe.state_shape)
+        if any(map(is_table, tables)):
+            reading = _available(tables[0], meaning)
+            if inputs is None and name == "trajectories":
+                inputs = list(meaning.input_columns) or None
+        elif tables is not trajectories and np.ndim(trajectories) > num_axes:
+            axis = 0
+        elif tables is not trajectories and num_axes > 2:
+            trajectories = tables
+        try:
+            read = read_trajectories(trajectories, reading, trajectory_axis=axis, inputs=inputs)
+            check_columns(read, meaning.columns)
+            return cut_at_gaps(read, num_rows, "Pass more of the last states")
+        except (ValueError, TypeError) as error:
+            raise type(error)(str(error).replace("`trajectories", f"`{name}", 1)) from None
+
+    def _starts(self, past: Any) -> _Starts:
+        """Return the pasts of a forecast: the ends of runs, or those of a call."""
+        recipe = self.recipe
+        series = self.series
+        span = recipe.span
+        labels = self.meaning.labels
+        if past is not None:
+            span = recipe.num_delays
+            cut = self._read("past", past, span)
+            series = _series(cut, recipe)
+            labels = cut.labels
+        # The last piece of every run.
+        last_piece = {run: piece for piece, run in enumerate(series.run_of_piece.tolist())}
+        pieces = [last_piece[run] for run in sorted(last_piece)]
+        labels = [labels[run] for run in sorted(last_piece)]
+        ends = np.cumsum(series.lengths)[pieces] - 1
+        row_ends = np.cumsum(series.lengths - span + 1)[pieces] - 1
+        rows = self._rows(series, span)[row_ends]
+        if past is None:
+            inputs = None
+            if series.inputs is not None:
+                earlier = np.arange(recipe.num_input_delays - 1, 0, -1)
+                inputs = series.inputs[ends[:, None] - earlier]
+            return _Starts(rows, inputs, series.times[ends], labels)
+        is_framed = any(map(is_table, past if isinstance(past, list | tuple) else [past]))
+        times = series.times[ends] if is_framed else np.zeros(len(ends))
+        return _Starts(rows, None, times, labels)
+
+    def _windows(self, series: Series, steps: int) -> np.ndarray:
+        """Return delays of inputs of every step from all rows, zero beyond the end of a piece."""
+        recipe = self.recipe
+        lengths = self._row_lengths(series)
+        if series.inputs is None:
+            return np.zeros((steps, sum(lengths), 0))
+        delayed = series.delays(series.inputs, recipe.num_input_delays, recipe.span)
+        windows = np.zeros((steps, *delayed.shape))
+        for step in range(steps):
+            start, later = pair_indices(lengths, step)
+            windows[step, start] = delayed[later]
+        return windows
+
+    def _input_windows(self, starts: _Starts, steps: int, inputs: Any) -> np.ndarray:
+        """Return delays of the inputs of a forecast, [steps, runs, q]."""
+        num_inputs = len(self.meaning.input_columns)
+        num_runs = len(starts.rows)
+        if not num_inputs:
+            if inputs is not None:
+                fail("inputs", "be None for a model without inputs", type(inputs).__name__)
+            return np.zeros((steps, num_runs, 0))
+        num_past = self.recipe.num_input_delays - 1
+        num_steps = steps + (num_past if starts.inputs is None else 0)
+        shape = (num_steps, num_inputs)
+        array = np.asarray(np.nan if inputs is None else inputs, float)
+        if array.shape == shape[:1] and num_inputs == 1:
+            array = array[:, None]
+        if array.shape == shape:
+            array = np.broadcast_to(array, (num_runs, *shape))
+        if array.shape != (num_runs, *shape) or not np.isfinite(array).all():
+            words = f"be finite, of shape {list(shape)} or [{num_runs}, {num_steps}, {num_inputs}]"
+            fail("inputs", words, "None" if inputs is None else f"shape {array.shape}")
+        if starts.inputs is not None:
+            array = np.concatenate([starts.inputs, array], 1)
+        newest = np.arange(num_past, num_past + steps)
+        windows = array[:, newest[:, None] - np.arange(num_past + 1)]
+        return np.swapaxes(windows.reshape(num_runs, steps, -1), 0, 1)
+
+    def _differences(self, series: Series, values: np.ndarray, ahead: np.ndarray) -> Any:
+        """Return errors of forecasts [t, rows, o] of every step, and changes of the state."""
+        lengths = self._row_lengths(series)
+        observed = series.delays(series.observed, 1, self.recipe.span)
+        errors = []
+        changes = []
+        for forecast, step in zip(values, ahead.tolist(), strict=True):
+            start, end = pair_indices(lengths, self.recipe.lag * step)
+            errors.append(observed[end] - forecast[start])
+            changes.append(observed[end] - observed[start])
+        return errors, changes
+
+    def _with_axes(self, axes: tuple[str, ...], values: np.ndarray) -> Any:
+        """Return names of axes and values [..., *state]."""
+        shape = self.recipe.state_shape
+        names = _STATE_AXES[-len(shape) :] if len(shape) > 1 else ("column",)
+        return (*axes, *names), values.reshape(*values.shape[:-1], *shape)
+
+    def _column_coordinate(self) -> dict[str, Any]:
+        is_image = len(self.recipe.state_shape) > 1
+        return {} if is_image else {"column": list(self.meaning.columns)}
+
+
+_memory: dict[int, dict[str, Any]] = {}
+"""Results of models that methods share, by the identity of the model, while it lives."""
+
+
+def remembered(model: KoopmanModel, name: str, compute: Callable[[], Any]) -> Any:
+    """Return a result of a model, computed once."""
+    key = id(model)
+    if key not in _memory:
+        _memory[key] = {}
+        weakref.finalize(model, _memory.pop, key, None)
+    if name not in _memory[key]:
+        _memory[key][name] = compute()
+    return _memory[key][name]
+
+
+def _available(table: Any, meaning: Meaning) -> Reading:
+    """Return the names of a fit that a new frame has."""
+    names = {*getattr(table, "columns", ()), *getattr(table.index, "names", ())}
+    time = meaning.time if meaning.time in names else None
+    runs = meaning.run if isinstance(meaning.run, tuple) else (meaning.run,)
+    run = list(runs) if names.issuperset(runs) else None
+    columns = list(meaning.columns) if hasattr(table, "columns") else None
+    return Reading(time=time, run=run, columns=columns, takes_names=True)
+
+
+def _checked_steps(steps: Any) -> np.ndarray:
+    """Return rising lags: 1 to a number, or those of a list."""
+    if isinstance(steps, int | np.integer):
+        return np.arange(1, check_count("steps", steps, minimum=1) + 1)
+    ahead = np.asarray(steps)
+    if ahead.ndim != 1 or not ahead.size or ahead.dtype.kind not in "iu" or ahead.min() < 1:
+        fail("steps", "be an integer from 1 on, or a list of them", repr(steps))
+    return np.unique(ahead)
+
+
+@validated(empty=("trajectories",))
+def fit_model(
+    trajectories: Any,
+    estimator: Estimator | None = None,
+    *,
+    time_step: float | None = None,
+    lag: Size = 1,
+    num_delays: Size = 1,
+    inputs: Any = None,
+    num_input_delays: Size = 1,
+    time: Any = None,
+    run: Any = None,
+    columns: Any = None,
+    trajectory_axis: int | None = None,
+    features: Any = None,
+    kernel: Kernel | None = None,
+    centres: Float[Array | np.ndarray, "m d"] | None = None,
+    center: bool | None = None,
+) -> KoopmanModel:
+    """Fit a model to trajectories: rates with intervals, forecasts, files and a figure.
+
+    Rows with missing values and gaps of the clock split runs. `koopman.fit` is the fit of an
+    operator to pairs.
+
+    Args:
+        trajectories: Trajectories in the forms of `lagged_pairs`: a frame, an array [time] or
+            [time, d], a list of arrays [time, ...], one per run. Images are states: pass a list of
+            arrays [time, height, width].
+        estimator: `Ridge()` by default. `PrincipalComponents("auto")` and `ReducedRank("auto")` cut
+            the rank by the hard threshold of singular values.
+        time_step: Time between rows. By default it is the step of the clock, or 1. Dates count in
+            days.
+        lag: Steps from a state to the state that is predicted.
+        num_delays: Number of successive states from which the next is predicted.
+        inputs: Inputs u_t that act from t to t + lag: arrays [time, m], one per run, or columns of
+            the frame. For `Ridge` and lag 1.
+        num_input_delays: Number of successive inputs.
+        time: Column, index level or dimension of times of a frame.
+        run: Column, index level or dimension that labels runs, or a list of them.
+        columns: Columns of a frame that are states.
+        trajectory_axis: Axis of trajectories in an array.
+        features: Function of one state to an array of features, such as an encoder.
+        kernel: Kernel of `koopman`, on rows of delays, newest state first.
+        centres: Centres of the kernel, [m, num_delays d].
+        center: If True, there is an intercept. None: True, without a kernel.
+
+    Returns:
+        A `KoopmanModel`.
+
+    Warns:
+        UserWarning: If there are missing rows, gaps, or runs without a pair; and what
+            `koopman.diagnose` finds.
+
+    Raises:
+        ValueError: If steps of a clock are uneven, runs are interleaved, inputs are constant or
+            functions of the states, or arguments do not fit together.
+        TypeError: If columns are no real numbers.
+
+    References:
+        Kostic et al. (2022), see `koopman.fit`; Proctor, Brunton and Kutz (2016), Dynamic mode
+        decomposition with control.
+
+    >>> import numpy
+    >>> times = numpy.arange(200)
+    >>> model = fit_model(numpy.cos(0.3 * times) * 0.99**times, num_delays=2)
+    >>> rates = model.rates()
+    >>> round(float(rates.frequency[0]), 3), rates.growth.attrs["units"]
+    (0.048, '1/step')
+    """
+    check_known("runs are read on the host", trajectories=trajectories, inputs=inputs)
+    estimator = Ridge() if estimator is None else estimator
+    center = kernel is None if center is None else center
+    _check_options(estimator, kernel, centres, center, features)
+    num_inputs = num_input_delays
+    if inputs is None:
+        num_inputs = 0
+        if num_input_delays != 1:
+            fail("num_input_delays", "be 1 without `inputs`", num_input_delays)
+    else:
+        _check_input_options(estimator, lag, kernel)
+    reading = Reading(time, run, columns, takes_names=True)
+    read = read_trajectories(
+        trajectories, reading, trajectory_axis=trajectory_axis, inputs=inputs, time_step=time_step
+    )
+    cut = cut_at_gaps(read, max(num_delays, num_inputs) + lag)
+    width = cut.runs[0].shape[1]
+    state_basis = None
+    if width > sum(map(len, cut.runs)) and features is None and kernel is None:
+        is_levelled = lifts.has_levels(estimator, width)
+        state_basis = lifts.basis_of_states(cut.runs, lag, is_levelled)
+    recipe = Recipe(
+        estimator,
+        lifts.as_features(features),
+        state_basis,
+        None if kernel is None else as_module(kernel),
+        centres,
+        lag,
+        num_delays,
+        num_inputs,
+        center,
+        cut.state_shape or (width,),
+    )
+    labels = [tuple(label) if isinstance(label, list) else label for label in (time, run)]
+    meaning = Meaning(
+        cut.columns,
+        cut.input_columns,
+        cut.labels,
+        cut.time_step,
+        cut.unit,
+        cut.has_dates,
+        *labels,
+    )
+    return _model_of(recipe, _series(cut, recipe), meaning)
+
+
+def _check_options(
+    estimator: Estimator, kernel: Any, centres: Any, center: bool, features: Any
+) -> None:
+    """Raise unless options fit together."""
+    if type(estimator) not in _KINDS:
+        names = " or ".join(kind.__name__ for kind in _KINDS)
+        fail_kind("estimator", f"be {names}", type(estimator).__name__, "Use koopman.fit")
+    if kernel is not None and center:
+        fail("center", "be False or None with a kernel", center, "Take the states about their mean")
+    if kernel is None and centres is not None:
+        fail("kernel", "be given with `centres`", "None")
+    if kernel is not None and features is not None:
+        fail("features", "be None with a kernel", "both", "Compose them in one kernel")
+
+
+def _check_input_options(estimator: Estimator, lag: int, kernel: Any) -> None:
+    """Raise unless options fit to inputs."""
+    if not isinstance(estimator, Ridge):
+        fail("estimator", "be Ridge with `inputs`", type(estimator).__name__)
+    if lag != 1:
+        fail("lag", "be 1 with `inputs`", lag, "Take every lag-th row of states and inputs")
+    if kernel is not None:
+        fail("kernel", "be None with `inputs`", type(kernel).__name__, "Pass features=")
+
+
+def _series(cut: Trajectories, recipe: Recipe) -> Series:
+    """Return the states of all pieces."""
+    states = np.concatenate(cut.runs)
+    coordinates = None
+    if recipe.features is not None:
+        coordinates = lifts.state_features(recipe.features, states, recipe.state_shape)
+    if recipe.state_basis is not None:
+        states = recipe.state_basis.coordinates(states)
+    return Series(
+        states,
+        coordinates,
+        None if cut.inputs is None else np.concatenate(cut.inputs),
+        np.concatenate(cut.times),
+        np.asarray(list(map(len, cut.runs))),
+        np.asarray(cut.run_of_piece),
+    )
+
+
+def _targets(series: Series, recipe: Recipe) -> np.ndarray:
+    """Return what rows predict: states, or with inputs features of the newest state."""
+    values = series.features if recipe.num_input_delays else series.observed
+    return series.delays(values, 1, recipe.span)
+
+
+def _model_of(recipe: Recipe, series: Series, meaning: Meaning) -> KoopmanModel:
+    """Return the model of series."""
+    lifted = lifts.lift_rows(recipe, series.features, series.lengths.tolist(), series.inputs)
+    if recipe.num_input_delays:
+        delayed = series.delays(series.features, recipe.num_delays, recipe.span)
+        inputs = series.delays(series.inputs, recipe.num_input_delays, recipe.span)
+        systems.refuse_singular(np.concatenate([delayed, inputs], 1), inputs.shape[1])
+    estimator: Any = recipe.estimator
+    if estimator.rank == "auto":
+        num_pairs = len(pair_indices(lifted.lengths.tolist(), recipe.lag)[0])
+        rank = lifts.threshold_rank(lifted.sizes, num_pairs, len(lifted.squares))
+        estimator = type(estimator)(rank, estimator.alpha, solver=estimator.solver)
+        recipe = dataclasses.replace(recipe, estimator=estimator)
+    operator = _operator_of(recipe, lifted, _targets(series, recipe))
+    return KoopmanModel(recipe, lifted, operator, series, meaning)
+
+
+def _operator_of(recipe: Recipe, lifted: Lifted, observed: np.ndarray) -> Operator:
+    """Return the operator of `koopman.fit` on lifted rows, and warn of what `diagnose` finds."""
+    default: Any = recipe.estimator
+    estimator = eqx.tree_at(
+        lambda estimator: estimator.alpha, default, float(lifted.alpha), is_leaf=_is_none
+    )
+    states, successors = pair_indices(lifted.lengths.tolist(), recipe.lag)
+    dtype = lifts.working_dtype()
+    z = (lifted.rows * lifted.scale).astype(dtype)
+    x = z[states]
+    y = z[successors]
+    target = observed[successors].astype(dtype)
+    num_columns = 2 * x.shape[1] + target.shape[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if len(x) * num_columns**2 > _LARGE_QR and len(x) > num_columns:
+            operator = fit(estimator, _host_moments([x, y, target], recipe.center))
+        else:
+            operator = fit(estimator, x, y, observable=target, center=recipe.center)
+    if default.alpha is None:
+        fitting = operator.fitting
+        has_columns = recipe.kernel is None and recipe.state_basis is None
+        if has_columns and not lifts.has_levels(default, len(lifted.squares)):
+            squares = jax.device_put(lifted.squares.astype(dtype))
+            fitting = eqx.tree_at(
+                lambda fitting: fitting.squares, fitting, squares, is_leaf=_is_none
+            )
+        operator = dataclasses.replace(operator, given=False, fitting=fitting)
+    warn_of(findings_of(operator, x, y))
+    return operator
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def _host_moments(arrays: list[np.ndarray], center: bool) -> Moments:
+    """Return `moments` of x, y and the observable, without a program for the number of rows."""
+    joint = np.concatenate(arrays, 1)
+    mean = joint.mean(0)
+    root = np.linalg.qr(joint - mean if center else joint, mode="r")
+    ends = np.cumsum([array.shape[1] for array in arrays])[:2]
+    count = np.full((), len(joint), joint.dtype)
+    rounding = np.zeros(1 + len(mean), joint.dtype)
+    fields = [count, *np.split(mean, ends), rounding, root]
+    return Moments(*map(jax.device_put, fields), center)

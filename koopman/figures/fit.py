@@ -1,0 +1,287 @@
+"""Figure `fit`: rates with intervals, modes and a forecast of a file of trajectories."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import xarray
+from jaxtyping import Array
+from matplotlib.figure import Figure
+
+from dissociation import figures
+from dissociation._core import checks
+from dissociation.figures import AnyMeter, Cache, CacheFolder
+from koopman import KoopmanModel, PrincipalComponents, Ridge, fit_model
+from koopman._models._drawing import Scene, draw_scene, scene_of
+from koopman._models._rates import rates_rows
+
+__all__ = ["Config", "compute", "draw"]
+
+STEM = "fit"
+SHOWS = "Rates with intervals, modes and a forecast of trajectories in a file."
+
+SUFFIXES = (".csv", ".npy", ".npz")
+_NUM_SENSORS = 8
+_TONES_STEP = 0.05
+_TONES_DELAYS = 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of a model of a file."""
+
+    file: str | None = None
+    """File of trajectories: a table with a head (.csv), an array [time, columns] (.npy), or arrays,
+    one per run (.npz). Without it two noisy tones are simulated."""
+    time: str | None = None
+    """Column of times of a table."""
+    run: str | None = None
+    """Column of labels of runs of a table."""
+    columns: tuple[str, ...] = ()
+    """Columns, or arrays of an .npz file, that are states; by default all others."""
+    inputs: tuple[str, ...] = ()
+    """Columns that are inputs, or arrays of an .npz file, one per run."""
+    lag: int = 1
+    """Steps from a state to the state that is predicted."""
+    num_delays: int | None = None
+    """Number of successive states from which the next is predicted: 1, for the tones 48."""
+    rank: int | Literal["auto"] | None = None
+    """Number of modes that are kept; "auto" takes those above the noise, as for the tones."""
+    steps: int = 50
+    """Steps of the forecast, in lags."""
+    level: float = 0.9
+    """Probability of the intervals."""
+    num_times: int = 900
+    """Times of the tones."""
+
+    def __post_init__(self):
+        for name in ("lag", "steps"):
+            checks.check_count(name, getattr(self, name), minimum=1, maximum=10**6)
+        if self.num_delays is not None:
+            checks.check_count("num_delays", self.num_delays, minimum=1, maximum=10**6)
+        checks.check_count("num_times", self.num_times, minimum=200, maximum=10**6)
+        if self.rank not in (None, "auto"):
+            checks.check_count("rank", self.rank, minimum=1)
+        checks.check_level(self.level)
+        if self.file is not None and Path(self.file).suffix not in SUFFIXES:
+            checks.fail("file", f"end in one of {', '.join(SUFFIXES)}", repr(self.file))
+        if self.file is None and (self.columns or self.inputs or self.time or self.run):
+            checks.fail("file", "be given with time, run, columns or inputs", "None")
+
+    def quick(self) -> "Config":
+        """Return the settings of a smoke run."""
+        return dataclasses.replace(self, num_times=400)
+
+
+def source(config: Config) -> dict[str, np.ndarray] | None:
+    """Return the columns or arrays of the file; None for the tones."""
+    if config.file is None:
+        return None
+    path = Path(config.file)
+    if path.suffix == ".csv":
+        import pandas
+
+        table = pandas.read_csv(path)
+        return {str(name): _array(table[name]) for name in table.columns}
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except AttributeError:  # one array, of an .npy file
+        return {"states": np.load(path, allow_pickle=False)}
+    except ValueError as error:
+        checks.fail(
+            "file",
+            "hold arrays of numbers",
+            f"{path} ({error})",
+            "Write a list of arrays as numpy.savez(file, *arrays)",
+        )
+
+
+def _array(column: Any) -> np.ndarray:
+    """Return a column as numbers, or as text."""
+    values = column.to_numpy()
+    return values.astype(str) if values.dtype.kind not in "biuf" else values
+
+
+def compute(
+    config: Config,
+    *,
+    key: Array,
+    data: Any = None,
+    cache: CacheFolder = None,
+    progress: AnyMeter = None,
+) -> xarray.Dataset:
+    """Fit the model and forecast; see `dissociation.figures.Figure.compute`.
+
+    With a `cache` the model is saved beside its folder as `model.npz`.
+
+    Returns:
+        The variables of `KoopmanModel.rates` over `mode`, `eigenvalues` and `shapes` [mode,
+        column]; `observed` [observation, column] at `observation_time`; and those of
+        `KoopmanModel.predict` with the prefix `forecast_`, for the first run.
+    """
+    return figures.run(_computed, config, key=key, data=data, cache=cache, progress=progress)
+
+
+def _computed(config: Config, key: Array, data: Any, cache: Cache) -> xarray.Dataset:
+    if data is None:
+        data = source(config)
+    with jax.enable_x64(True):
+        try:
+            model = _model(config, key, data)
+            scene = scene_of(model, config.steps, config.level)
+        except TypeError as error:
+            raise checks.WrongValue(str(error)) from error
+        if cache.folder is not None:
+            model.save(cache.folder.parent / "model.npz")
+    dataset = _packed(scene)
+    return dataset.assign_attrs(
+        model=repr(model),
+        num_pairs=len(model.rows) - len(model.series.lengths) * config.lag,
+    )
+
+
+def _model(config: Config, key: Array, data: Any) -> KoopmanModel:
+    """Return the model of a file, or of the tones."""
+    num_delays = config.num_delays or 1
+    rank = config.rank
+    options: dict[str, Any] = {}
+    if data is None:
+        trajectories: Any = _tones(config.num_times, key)
+        num_delays = config.num_delays or _TONES_DELAYS
+        rank = rank or "auto"
+        options["time_step"] = _TONES_STEP
+    elif Path(str(config.file)).suffix == ".csv":
+        import pandas
+
+        trajectories = pandas.DataFrame(data)
+        named = {"time": config.time, "run": config.run}
+        listed = {"columns": list(config.columns), "inputs": list(config.inputs)}
+        options = {name: value for name, value in (named | listed).items() if value}
+    else:
+        for name in ("time", "run"):
+            if getattr(config, name) is not None:
+                checks.fail(name, "be None unless `file` is a table", getattr(config, name))
+        trajectories = _arrays(data, "columns", config.columns, config.inputs)
+        if config.inputs:
+            options["inputs"] = _arrays(data, "inputs", config.inputs, ())
+    estimator = Ridge() if rank is None else PrincipalComponents(rank)
+    return fit_model(trajectories, estimator, lag=config.lag, num_delays=num_delays, **options)
+
+
+def _arrays(
+    data: dict[str, np.ndarray], argument: str, names: tuple[str, ...], others: tuple[str, ...]
+) -> list[np.ndarray]:
+    """Return the named arrays, or all but `others`."""
+    missing = [name for name in names if name not in data]
+    if missing:
+        checks.fail(argument, f"be arrays of the file, of {list(data)}", missing)
+    chosen = names or [name for name in data if name not in others]
+    return [data[name] for name in chosen]
+
+
+def _tones(num_times: int, key: Array) -> np.ndarray:
+    """Return two decaying tones with noise, [time, sensors]."""
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
+    times = _TONES_STEP * np.arange(num_times)
+    rates = np.array([-0.05 + 2j, -0.1 + 5j])
+    size = (len(rates), _NUM_SENSORS)
+    shapes = rng.normal(size=size) + 1j * rng.normal(size=size)
+    clean = np.real(np.exp(np.outer(times, rates)) @ shapes)
+    return clean + 0.1 * rng.normal(size=clean.shape)
+
+
+def _packed(scene: Scene) -> xarray.Dataset:
+    """Return the arrays of a scene as a dataset."""
+    rates = scene.rates.assign(reason=("mode", scene.rates.reason.values.astype(str)))
+    forecast = scene.forecast.drop_vars("run")
+    has_dates = np.asarray(scene.times).dtype.kind == "M"
+    forecast = forecast.assign_coords(time=("step", _as_numbers(forecast.time.values)))
+    forecast = forecast.rename({name: f"forecast_{name}" for name in forecast.data_vars})
+    columns = [axis for axis in forecast.forecast_mean.dims if axis != "step"]
+    num_columns = scene.states.shape[1]
+    shapes = np.asarray(scene.shapes)
+    arrays = {
+        "eigenvalues": ("mode", scene.values),
+        "shapes": (("mode", *columns), shapes),
+        "observed": (("observation", "state"), scene.states),
+        "observation_time": ("observation", _as_numbers(scene.times)),
+        "labels": ("state", np.asarray(scene.columns, str)[:num_columns]),
+    }
+    facts = {
+        "unit": scene.rates.attrs["unit"],
+        "level": scene.rates.attrs["level"],
+        "clock": scene.clock,
+        "title": scene.title,
+        "has_dates": int(has_dates),
+    }
+    merged = xarray.merge([rates, forecast], combine_attrs="override").assign(arrays)
+    if "column" in merged.coords:
+        merged = merged.drop_vars("column")
+    return merged.assign_attrs(facts)
+
+
+def _as_numbers(times: Any) -> np.ndarray:
+    """Return dates as nanoseconds."""
+    times = np.asarray(times)
+    return times.astype("datetime64[ns]").astype(np.int64) if times.dtype.kind == "M" else times
+
+
+def _scene(dataset: xarray.Dataset) -> Scene:
+    """Return the scene of a dataset."""
+    names = [name for name in dataset.data_vars if str(name).startswith("forecast_")]
+    forecast = dataset[names].rename({name: str(name)[9:] for name in names})
+    observation_time = dataset.observation_time.values
+    if int(dataset.attrs["has_dates"]):
+        observation_time = observation_time.astype("datetime64[ns]")
+        forecast = forecast.assign_coords(
+            time=("step", forecast.time.values.astype("datetime64[ns]"))
+        )
+    return Scene(
+        dataset,
+        dataset.eigenvalues.values,
+        True,
+        dataset.shapes.values,
+        observation_time,
+        dataset.observed.values,
+        forecast,
+        list(dataset["labels"].values),
+        dataset.attrs["clock"],
+        dataset.attrs["title"],
+    )
+
+
+def draw(dataset: xarray.Dataset) -> Figure:
+    """Draw eigenvalues, rates, mode shapes and a forecast."""
+    return draw_scene(_scene(dataset))
+
+
+def caption(dataset: xarray.Dataset) -> str:
+    """Return the caption."""
+    level = f"{100 * float(dataset.attrs['level']):.3g} %"
+    num_resolved = int(dataset.resolved.sum())
+    config = figures.config_of(dataset)
+    name = "two simulated tones" if config.file is None else Path(config.file).name
+    return (
+        f"A model of {name}, fitted to {dataset.attrs['num_pairs']} pairs. (a) Eigenvalues in the "
+        "complex plane; on the circle nothing decays. "
+        f"(b) Growth over frequency with {level} intervals; {num_resolved} of "
+        f"{dataset.sizes['mode']} modes are resolved, open dots are not. (c) Shapes of the leading "
+        f"modes, with their share of the variance. (d) Observations (dots), and the forecast "
+        f"{config.steps} lags ahead with {level} bands of the mean (dark) and of new observations "
+        "(light)."
+    )
+
+
+def headline(dataset: xarray.Dataset) -> str:
+    """Return a line with the model and the number of pairs."""
+    return f"{dataset.attrs['model']}, {dataset.attrs['num_pairs']} pairs; saved as model.npz"
+
+
+def table(dataset: xarray.Dataset) -> list[list[str]]:
+    """Return a header and a row per mode."""
+    rows = rates_rows(dataset)
+    reasons = ["not resolved", *dataset.reason.values]
+    return [[*cells, str(reason)] for cells, reason in zip(rows, reasons, strict=True)]
