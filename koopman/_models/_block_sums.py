@@ -11,8 +11,8 @@ from jax.scipy.linalg import cho_solve, solve_triangular
 from jaxtyping import Array, Complex, Float, Int
 
 from dissociation._core.linalg import product
-from koopman._operators._kernels import unshrinking
 from koopman._operators._numerics import ratio_or_zero
+from koopman._operators._operator import unshrinking
 from koopman._operators._pairs import AnyArray
 from koopman._operators._subspaces import Basis, leading_of
 

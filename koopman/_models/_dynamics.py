@@ -13,7 +13,7 @@ from dissociation._core.linalg import product
 from koopman._models._block_sums import Replicates
 from koopman._models._intervals import jackknife_error, student_quantile
 from koopman._models._lifting import StateBasis, padded
-from koopman._operators._kernels import Operator
+from koopman._operators._operator import Operator
 
 _FEEDBACK = 1e-7
 """Residual of an input over its spread below which it is a function of the other columns."""

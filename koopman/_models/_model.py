@@ -43,7 +43,8 @@ from koopman._operators._estimators import Estimator, PrincipalComponents, Reduc
 from koopman._operators._findings import warn_of
 from koopman._operators._fit import fit
 from koopman._operators._forecast import warn_lost
-from koopman._operators._kernels import Kernel, Operator, as_module
+from koopman._operators._kernels import Kernel, as_module
+from koopman._operators._operator import Operator
 from koopman._operators._pairs import Moments
 from koopman._operators._spectrum import decompose
 

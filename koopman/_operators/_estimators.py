@@ -254,9 +254,7 @@ class PrincipalComponents(_Principal, Estimator):
     """
 
     @validated
-    def __init__(
-        self, rank: Rank | str, alpha: Scalar | None = None, *, solver: str | None = None
-    ):
+    def __init__(self, rank: Rank | str, alpha: Scalar | None = None, *, solver: str | None = None):
         super().__init__(rank, alpha, solver)
 
     def features(self, problem: FeatureRegression) -> Basis:
@@ -314,9 +312,7 @@ class ReducedRank(Estimator):
     inverts_all: ClassVar[bool] = True
 
     @validated
-    def __init__(
-        self, rank: Rank | str, alpha: Scalar | None = None, *, solver: str | None = None
-    ):
+    def __init__(self, rank: Rank | str, alpha: Scalar | None = None, *, solver: str | None = None):
         super().__init__(rank, alpha, solver)
 
     def features(self, problem: FeatureRegression) -> Basis:
