@@ -23,7 +23,7 @@ from koopman._models._lifting import (
     state_features,
 )
 from koopman._models._model import KoopmanModel, Meaning, Series
-from koopman._operators import _kernels
+from koopman._operators import _kernels, _operator
 from koopman._operators._estimators import PrincipalComponents, ReducedRank, Ridge
 
 _KERNELS = (
@@ -37,9 +37,9 @@ _CLASSES = (
     *_KERNELS,
     _kernels.KernelMap,
     _kernels.LinearMap,
-    _kernels.Operator,
-    _kernels.Fitting,
-    _kernels.FitSettings,
+    _operator.Operator,
+    _operator.Fitting,
+    _operator.FitSettings,
     Ridge,
     PrincipalComponents,
     ReducedRank,
