@@ -37,7 +37,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "similarity/_block_sums.py:stream_block_sums similarity/_leave_outs.py:_rows_of "
         "similarity/_orders.py:all_orders "
         "measures/_probes.py:_check_groups measures/_probes.py:_shuffled "
-        "models/_program.py:_layers_of models/_program.py:layers_of_arrays "
+        "models/_program.py:layers_of_arrays "
         "models/_program.py:path_name models/_recorder.py:_in_loop "
         "similarity/_dissimilarity.py:_apart similarity/_kernels.py:_gram_apart "
         "measures/_probes.py:transfer_errors recipes/_grokking.py:observation_steps "

@@ -218,5 +218,5 @@ def test_a_file_is_never_whole_in_memory(tmp_path):
     abstract = dict.fromkeys(names, jax.ShapeDtypeStruct((2**19,), jnp.float32))
     tracemalloc.start()  # memory of NumPy, without that of JAX, which frees arrays a little later
     load_state(abstract, tmp_path / "a.npz")
-    assert tracemalloc.get_traced_memory()[1] < 2**24
+    assert tracemalloc.get_traced_memory()[1] < 20e6  # the file has 33.5e6
     tracemalloc.stop()
