@@ -26,7 +26,8 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "snapped or rounded before":
         "similarity/_dissimilarity.py:_kendall koopman/_operators/_spectrum.py:eigenpairs "
         "koopman/datasets/_spectrum_type.py:conjugate_order "
-        "similarity/_dissimilarity.py:memberships similarity/_inference.py:interval",
+        "similarity/_dissimilarity.py:memberships similarity/_inference.py:interval "
+        "koopman/_models/_rates.py:falling_order",
     "given as they are":
         "_core/linalg.py:centre koopman/_operators/_forecast.py:_r2_score "
         "measures/_crossing.py:log_slope training/_sweeps.py:hyperparams",
@@ -45,7 +46,9 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "rewrites/_bounds.py:_single "
         "rewrites/_network_matching.py:_moves training/_grids.py:_run "
         "koopman/_operators/_pairs.py:_merged linear/_families.py:_walk "
-        "koopman/_models/_exponentials.py:_reasons",
+        "koopman/_models/_exponentials.py:_reasons koopman/_models/_lifting.py:_kernel_map "
+        "koopman/_models/_model.py:_checked_steps koopman/_models/_block_sums.py:replicate "
+        "koopman/_models/_intervals.py:matched",
     "lengths of rows of zeros, which are exactly 0":
         "_core/distances.py:cosine_distances_with_size",
     "labels":

@@ -20,6 +20,7 @@ _NUM_RATES = 12
 _NUM_COLUMNS = 3
 """Largest number of states in the panel of forecasts."""
 _NUM_TICKS = 8
+_FORECAST = "forecast_"
 _NUM_POINTS = 400
 """Number of times at which a sum of exponentials is drawn."""
 _BAND = {"alpha": 0.2, "linewidth": 0}
@@ -54,12 +55,32 @@ class Scene(NamedTuple):
     title: str
 
 
-def draw_model(model: Any, steps: int) -> Figure:
-    """Draw eigenvalues, rates, mode shapes and a forecast of a `KoopmanModel`."""
-    return draw_scene(scene_of(model, steps))
+def plot_model(dataset: xarray.Dataset) -> Figure:
+    """Return a figure of eigenvalues, rates with intervals, modes and a forecast.
+
+    Args:
+        dataset: Result of `KoopmanModel.report`.
+    """
+    has_dates = bool(dataset.attrs["has_dates"])
+    forecast = dataset[[name for name in dataset if str(name).startswith(_FORECAST)]]
+    forecast = forecast.rename({name: str(name)[len(_FORECAST) :] for name in forecast})
+    forecast = forecast.assign_coords(time=("step", as_dates(dataset.time.values, has_dates)))
+    scene = Scene(
+        dataset,
+        dataset.eigenvalues.values,
+        True,
+        dataset.shapes.values,
+        as_dates(dataset.observation_time.values, has_dates),
+        dataset.observed.values,
+        forecast,
+        dataset["labels"].values.tolist(),
+        dataset.attrs["clock"],
+        dataset.attrs["title"],
+    )
+    return draw_scene(scene)
 
 
-def scene_of(model: Any, steps: int, level: float = 0.9) -> Scene:
+def report_of(model: Any, steps: int, level: float) -> xarray.Dataset:
     """Return the arrays of the figure of a `KoopmanModel`."""
     table = model.mode_table(level)
     series = model.series
@@ -78,18 +99,23 @@ def scene_of(model: Any, steps: int, level: float = 0.9) -> Scene:
         inputs = np.tile(series.inputs.mean(0), (steps, 1))
         title = f"{title}, mean inputs"
     forecast = model.predict(steps, inputs=inputs, level=level).isel(run=0)
-    return Scene(
-        table.rates,
-        table.eigenvalues,
-        True,
-        table.shapes,
-        as_dates(series.times[start:end], meaning.has_dates),
-        states.reshape(len(states), -1),
-        forecast,
-        list(map(str, meaning.columns)),
-        _clock(meaning.unit, meaning.has_dates),
-        title,
-    )
+    start_time = series.times[end - 1]
+    elapsed = forecast.step.values * model.recipe.lag * meaning.time_step
+    forecast = forecast.drop_vars("run").assign_coords(time=("step", start_time + elapsed))
+    forecast = forecast.rename({name: f"{_FORECAST}{name}" for name in forecast})
+    state_axes = forecast[f"{_FORECAST}mean"].dims[1:]
+    arrays = {
+        "reason": ("mode", table.rates.reason.values.astype(str)),
+        "eigenvalues": ("mode", table.eigenvalues),
+        "shapes": (("mode", *state_axes), table.shapes),
+        "observed": (("observation", "state"), states.reshape(len(states), -1)),
+        "observation_time": ("observation", series.times[start:end]),
+        "labels": ("state", list(map(str, meaning.columns))),
+    }
+    facts = {"clock": _clock(meaning.unit, meaning.has_dates), "title": title}
+    facts = table.rates.attrs | facts | {"has_dates": int(meaning.has_dates)}
+    dataset = table.rates.drop_vars("reason").assign(dict(forecast.variables) | arrays)
+    return dataset.drop_vars("column", errors="ignore").assign_attrs(facts)
 
 
 def draw_exponentials(fitted: Any, steps: int) -> Figure:

@@ -24,7 +24,7 @@ CLUSTER_LIMIT = 0.05
 BIAS_SHARE = 0.2
 """Share of the difference between tenths and all data that is added to an interval."""
 BELOW_NOISE = "below the noise floor"
-_FAR = 1e100
+_FAR = 1e30  # in float32 too
 
 
 class Intervals(NamedTuple):

@@ -64,8 +64,8 @@ class Lifting(eqx.Module):
     features: Any
     state_basis: StateBasis | None
     kernel_map: KernelMap | None
-    offset: Float[Array | np.ndarray, " F"]
-    basis: Float[Array | np.ndarray, "F r"]
+    offset: Any
+    basis: Any
     num_delays: int = eqx.field(static=True)
     state_shape: tuple[int, ...] = eqx.field(static=True)
 
@@ -202,7 +202,7 @@ def state_features(
 
 
 @eqx.filter_jit
-def _mapped(features: Any, states: Array) -> Array:
+def _mapped(features: Any, states: Any) -> Array:
     return jax.vmap(features)(states)
 
 
@@ -303,10 +303,9 @@ def lift_rows(
     eps = float(np.finfo(working_dtype()).eps)
     offset = x.mean(0) if recipe.center else np.zeros(rows.shape[1])
     centred = x - offset
-    if recipe.center:
-        # A constant column about its mean is rounding.
-        is_constant = np.sqrt(np.mean(centred**2, 0)) < 4 * eps * np.abs(offset)
-        centred[:, is_constant] = 0.0
+    # A constant column about its mean is rounding.
+    is_constant = np.sqrt(np.mean(centred**2, 0)) < 4 * eps * np.abs(offset)
+    centred[:, is_constant] = 0.0
     squares = np.mean(centred**2, 0)
     levels = np.ones(rows.shape[1])
     is_free = kernel_map is None and recipe.state_basis is None
@@ -323,8 +322,7 @@ def lift_rows(
     if not sizes[0] > 0:
         fail("trajectories", "hold states that vary", "constant ones alone")
     basis = vectors[:, is_retained] / levels[:, None]
-    if recipe.center:
-        basis[is_constant] = 0.0
+    basis[is_constant] = 0.0
     scale = sizes[is_retained]
 
     dtype = working_dtype()
@@ -346,7 +344,7 @@ def lift_rows(
 def _directions(rows: Rows) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, "F k"]]:
     """Return singular values, and right singular vectors in columns."""
     if len(rows) > 2 * rows.shape[1]:
-        rows = np.linalg.qr(rows, mode="r")
+        rows = np.asarray(np.linalg.qr(rows, mode="r"))
     _, sizes, vectors = np.linalg.svd(rows, full_matrices=False)
     return sizes, vectors.T
 

@@ -21,6 +21,7 @@ from dissociation._core.validation import validated
 from koopman._models import _dynamics as systems
 from koopman._models import _lifting as lifts
 from koopman._models._block_sums import MIN_BLOCKS, Replicates, assign_blocks, replicate
+from koopman._models._drawing import plot_model, report_of
 from koopman._models._dynamics import Dynamics
 from koopman._models._intervals import (
     Intervals,
@@ -31,6 +32,7 @@ from koopman._models._intervals import (
 )
 from koopman._models._lifting import Lifted, Lifting, Recipe, delay_rows, pair_indices
 from koopman._models._rates import RateEstimates, falling_order, rates_dataset, rates_summary
+from koopman._models._saving import read_model, write_model
 from koopman._models._trajectories import (
     Trajectories,
     as_dates,
@@ -235,7 +237,7 @@ class KoopmanModel(eqx.Module):
         intervals = self._intervals(spectrum.eigenvalues, level)
         estimates = intervals.with_share(spectrum.share, spectrum.eigenvalues)
         is_mode = ~spectrum.is_constant[intervals.index]
-        estimates = RateEstimates(*(np.asarray(field)[is_mode] for field in estimates))
+        estimates = RateEstimates._make(np.asarray(field)[is_mode] for field in estimates)
         index = intervals.index[is_mode][falling_order(estimates.share, estimates.growth)]
         shapes = self._states(spectrum.shapes[index])
         dataset = rates_dataset(estimates, self.meaning.unit, level)
@@ -252,9 +254,20 @@ class KoopmanModel(eqx.Module):
         Args:
             steps: Lags ahead of the forecast.
         """
-        from koopman._models._drawing import draw_model
+        return plot_model(self.report(steps))
 
-        return draw_model(self, steps)
+    def report(self, steps: int = 50, level: float = 0.9) -> xarray.Dataset:
+        """Return rates, modes, and a forecast of the first run, which `plot_model` draws.
+
+        Args:
+            steps: Lags ahead of the forecast.
+            level: Probability of the intervals.
+
+        Returns:
+            The variables of `rates`, with `eigenvalues` and `shapes` of modes; observations as
+            `observed` at `observation_time`; and those of `predict` after "forecast_".
+        """
+        return report_of(self, steps, level)
 
     def predict(
         self, steps: Any, past: Any = None, inputs: Any = None, level: float = 0.9
@@ -327,16 +340,12 @@ class KoopmanModel(eqx.Module):
         series = _series(self._read("trajectories", trajectories, num_rows, inputs), self.recipe)
         windows = self._windows(series, int(ahead[-1]))
         values = systems.forecasts(self._dynamics(), self._rows(series), windows, ahead)[0]
+        errors, changes = self._differences(series, values, ahead)
         variables = {}
-        names = ("error", "persistence")
-        for name, steps_of_name in zip(
-            names, self._differences(series, values, ahead), strict=True
-        ):
-            means = []
-            for errors in steps_of_name:
-                squares = self._states(errors) ** 2
-                means.append(np.sqrt(np.sum(squares, 0) / np.float64(len(errors) or np.nan)))
-            variables[name] = self._with_axes(("step",), np.stack(means))
+        for name, by_step in {"error": errors, "persistence": changes}.items():
+            sums = [np.sum(self._states(values) ** 2, 0) for values in by_step]
+            counts = np.array([[len(values) or np.nan] for values in by_step])
+            variables[name] = self._with_axes(("step",), np.sqrt(np.stack(sums) / counts))
         return xarray.Dataset(variables, {"step": ahead} | self._column_coordinate())
 
     def matrices(self, level: float = 0.9) -> xarray.Dataset:
@@ -360,30 +369,25 @@ class KoopmanModel(eqx.Module):
             received = "features, a kernel, or more columns than rows"
             fail("model", "be linear in few states for its matrices", received)
         columns = list(self.meaning.columns)
-        coords = {"from": columns, "to": columns}
-        shapes = {"A": (recipe.num_delays, len(columns), len(columns))}
-        axes = {"A": ("delay", "from", "to"), "B": ("input_delay", "input", "to")}
-        if recipe.num_input_delays:
-            coords["input"] = list(self.meaning.input_columns)
-            shapes["B"] = (recipe.num_input_delays, len(coords["input"]), len(columns))
-        estimate = self._coefficients(systems.of_operator(self.latent_operator))
+        inputs = list(self.meaning.input_columns)
+        coords = {"from": columns, "to": columns, "input": inputs}
+        values = self._regression(systems.of_operator(self.latent_operator))[0]
+        half_width = np.full(values.shape, np.nan)
         replicates = self._replicates()
-        half_widths = [np.full(part.shape[1:], np.nan) for part in estimate]
         if replicates is not None:
-            scaled = systems.of_replicates(replicates, self.lifted.scale)
-            for index, part in enumerate(self._coefficients(scaled)):
-                deleted = part[1 : 1 + replicates.num_blocks]
-                half_widths[index] = student_quantile(deleted, level) * jackknife_error(deleted)
+            dynamics = systems.of_replicates(replicates, self.lifted.scale)
+            deleted = self._regression(dynamics)[1 : 1 + replicates.num_blocks]
+            half_width = student_quantile(deleted, level) * jackknife_error(deleted)
+        width = len(columns)
+        edges = [recipe.num_delays * width, len(values) - 1]
         variables = {}
-        for end, sign in {"": 0, "_low": -1, "_high": 1}.items():
-            coefficients, intercept = (
-                part[0] + (sign * width if sign else 0)
-                for part, width in zip(estimate, half_widths, strict=True)
-            )
-            blocks = np.split(coefficients, [recipe.num_delays * len(columns)])
-            for (name, shape), block in zip(shapes.items(), blocks, strict=False):
-                variables[name + end] = (axes[name], block.reshape(shape))
-            variables[f"intercept{end}"] = (("to",), intercept)
+        ends = {"": values, "_low": values - half_width, "_high": values + half_width}
+        for end, matrix in ends.items():
+            a, b, intercept = np.split(matrix, edges)
+            variables[f"A{end}"] = (("delay", "from", "to"), a.reshape(-1, width, width))
+            b = b.reshape(recipe.num_input_delays, len(inputs), width)
+            variables[f"B{end}"] = (("input_delay", "input", "to"), b)
+            variables[f"intercept{end}"] = ("to", intercept[0])
         return xarray.Dataset(variables, coords)
 
     def save(self, path: str | Path) -> None:
@@ -392,9 +396,8 @@ class KoopmanModel(eqx.Module):
         Args:
             path: Name of the file.
         """
-        from koopman._models._saving import save_model
-
-        save_model(self, path)
+        check_known("a file holds numbers", model=self)
+        write_model(self, path, _SAVED)
 
     def _states(self, coordinates: Any) -> Any:
         """Return states of coordinates, [..., d]."""
@@ -426,9 +429,11 @@ class KoopmanModel(eqx.Module):
         )
         return self._driven(scaled)
 
-    def _coefficients(self, dynamics: Dynamics) -> tuple[np.ndarray, np.ndarray]:
-        """Return coefficients and intercepts of rows of delays."""
-        return systems.regression(dynamics, self.lifting.offset, self.lifting.basis)
+    def _regression(self, dynamics: Dynamics) -> np.ndarray:
+        """Return coefficients of rows of delays, and intercepts below them, [M, P + 1, o]."""
+        lifting = self.lifting
+        parts = systems.regression(dynamics, lifting.offset, lifting.basis)
+        return np.concatenate([parts[0], parts[1][:, None]], 1)
 
     def _driven(self, dynamics: Dynamics, richer: Lifted | None = None) -> Dynamics:
         """Return the dynamics of rows of delays with inputs; without inputs unchanged."""
@@ -450,7 +455,7 @@ class KoopmanModel(eqx.Module):
     def _spectrum(self) -> _Spectrum:
         if self.recipe.num_input_delays:
             dynamics = self._dynamics()
-            values, vectors = np.linalg.eig(dynamics.core[0])
+            values, vectors = np.linalg.eig(dynamics.core[0].astype(complex))
             shapes = np.linalg.inv(vectors) @ dynamics.readout[0]
             rows = self._rows(self.series)
             gram = np.atleast_2d(np.cov(rows, rowvar=False))
@@ -509,7 +514,7 @@ class KoopmanModel(eqx.Module):
         recipe = dataclasses.replace(self.recipe, num_delays=2 * self.recipe.num_delays)
         skipped = recipe.span + recipe.lag - 1
         num_pairs = np.maximum(self.series.lengths - skipped, 0).sum()
-        if num_pairs < 2 * self._blocks().num_blocks:
+        if num_pairs < self._blocks().num_blocks:
             return None
         series = self.series
         with warnings.catch_warnings():
@@ -541,7 +546,7 @@ class KoopmanModel(eqx.Module):
         if not recipe.num_input_delays:
             return replicates
         dynamics = self._driven(systems.of_replicates(replicates, lifted.scale), lifted)
-        values = np.linalg.eigvals(dynamics.core)
+        values = np.linalg.eigvals(dynamics.core.astype(complex))
         # Twice the lag depends on inputs in between, so the check with it passes.
         later = values[: len(replicates.eigenvalues_later)] ** 2
         return replicates._replace(eigenvalues=values, eigenvalues_later=later)
@@ -919,5 +924,42 @@ def _host_moments(arrays: list[np.ndarray], center: bool) -> Moments:
     ends = np.cumsum([array.shape[1] for array in arrays])[:2]
     count = np.full((), len(joint), joint.dtype)
     rounding = np.zeros(1 + len(mean), joint.dtype)
-    fields = [count, *np.split(mean, ends), rounding, root]
-    return Moments(*map(jax.device_put, fields), center)
+    fields: list[Any] = [count, *np.split(mean, ends), rounding, root]
+    fields = list(map(jax.device_put, fields))
+    return Moments(*fields, center)  # pyright: ignore[reportCallIssue]
+
+
+_SAVED = (KoopmanModel, Meaning, Series)
+_NUM_PROBES = 8
+"""Number of states at which features are compared with those of the fit."""
+
+
+@validated
+def load_model(path: str | Path, features: Any = None) -> KoopmanModel:
+    """Read a model that `KoopmanModel.save` wrote.
+
+    Args:
+        path: Name of the file.
+        features: Features of the fit, if it had some. A file does not hold functions.
+
+    Raises:
+        ValueError: If the file holds no model, or features are missing or are not those of the
+            fit.
+    """
+    model = read_model(path, _SAVED, lifts.as_features(features))
+    series = model.series
+    if series.coordinates is None:
+        if features is not None:
+            fail("features", "be None: the model has none", "a function")
+        return model
+    if features is None:
+        fail("features", "be given again: files do not hold functions", "None")
+    recipe = model.recipe
+    probes = series.observed[:_NUM_PROBES]
+    values = lifts.state_features(recipe.features, probes, recipe.state_shape)
+    expected = series.coordinates[:_NUM_PROBES]
+    tolerance = 1e-5 * np.abs(expected).max()
+    if values.shape != expected.shape or not np.abs(values - expected).max() <= tolerance:
+        received = "other values at its first states"
+        fail("features", "be the function of the fit", received, "Load the parameters of the fit")
+    return model

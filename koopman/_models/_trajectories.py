@@ -355,9 +355,10 @@ def cut_at_gaps(
     for index, (states, times) in enumerate(
         zip(trajectories.runs, trajectories.times, strict=True)
     ):
-        is_complete = np.isfinite(states).all(1)
+        columns = [states]
         if trajectories.inputs is not None:
-            is_complete &= np.isfinite(trajectories.inputs[index]).all(1)
+            columns.append(trajectories.inputs[index])
+        is_complete = np.all(np.isfinite(np.concatenate(columns, 1)), 1)
         _refuse_infinite(states, index)
         is_gap = np.diff(times) > _GAP * trajectories.time_step
         _check_even(times, is_gap, trajectories, index)
@@ -393,9 +394,7 @@ def _refuse_infinite(states: Float[np.ndarray, "n d"], index: int) -> None:
         fail(f"trajectories[{index}]", "be finite, or NaN where missing", f"inf at {position}")
 
 
-def _pieces(
-    is_complete: Bool[np.ndarray, " n"], is_gap: Bool[np.ndarray, " gaps"]
-) -> list[slice | Any]:
+def _pieces(is_complete: Bool[np.ndarray, " n"], is_gap: Bool[np.ndarray, " gaps"]) -> list[range]:
     """Return the row numbers of each piece of a run, a range."""
     rows = np.flatnonzero(is_complete)
     is_cut = np.diff(rows) > 1

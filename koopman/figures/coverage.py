@@ -226,6 +226,7 @@ def _computed(config: Config, key: Array, data: None, cache: Cache) -> xarray.Da
     return xarray.Dataset(variables, coords)
 
 
+@jax.enable_x64(True)
 def _trials(config: Config, system: System, length: int, key: Array) -> dict[str, np.ndarray]:
     """Return whether intervals hold the exact rates, for every trajectory."""
     truth = system.eigenvalues

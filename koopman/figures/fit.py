@@ -13,9 +13,7 @@ from matplotlib.figure import Figure
 from dissociation import figures
 from dissociation._core import checks
 from dissociation.figures import AnyMeter, Cache, CacheFolder
-from koopman import KoopmanModel, PrincipalComponents, Ridge, fit_model
-from koopman._models._drawing import Scene, draw_scene, scene_of
-from koopman._models._rates import rates_rows
+from koopman import KoopmanModel, PrincipalComponents, Ridge, fit_model, plot_model
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -86,10 +84,11 @@ def source(config: Config) -> dict[str, np.ndarray] | None:
         table = pandas.read_csv(path)
         return {str(name): _array(table[name]) for name in table.columns}
     try:
-        with np.load(path, allow_pickle=False) as file:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return {"states": loaded}
+        with loaded as file:
             return {name: file[name] for name in file.files}
-    except AttributeError:  # one array, of an .npy file
-        return {"states": np.load(path, allow_pickle=False)}
     except ValueError as error:
         checks.fail(
             "file",
@@ -131,15 +130,14 @@ def _computed(config: Config, key: Array, data: Any, cache: Cache) -> xarray.Dat
     with jax.enable_x64(True):
         try:
             model = _model(config, key, data)
-            scene = scene_of(model, config.steps, config.level)
+            dataset = model.report(config.steps, config.level)
         except TypeError as error:
             raise checks.WrongValue(str(error)) from error
         if cache.folder is not None:
             model.save(cache.folder.parent / "model.npz")
-    dataset = _packed(scene)
     return dataset.assign_attrs(
         model=repr(model),
-        num_pairs=len(model.rows) - len(model.series.lengths) * config.lag,
+        num_pairs=int(np.maximum(model.lifted.lengths - config.lag, 0).sum()),
     )
 
 
@@ -193,69 +191,9 @@ def _tones(num_times: int, key: Array) -> np.ndarray:
     return clean + 0.1 * rng.normal(size=clean.shape)
 
 
-def _packed(scene: Scene) -> xarray.Dataset:
-    """Return the arrays of a scene as a dataset."""
-    rates = scene.rates.assign(reason=("mode", scene.rates.reason.values.astype(str)))
-    forecast = scene.forecast.drop_vars("run")
-    has_dates = np.asarray(scene.times).dtype.kind == "M"
-    forecast = forecast.assign_coords(time=("step", _as_numbers(forecast.time.values)))
-    forecast = forecast.rename({name: f"forecast_{name}" for name in forecast.data_vars})
-    columns = [axis for axis in forecast.forecast_mean.dims if axis != "step"]
-    num_columns = scene.states.shape[1]
-    shapes = np.asarray(scene.shapes)
-    arrays = {
-        "eigenvalues": ("mode", scene.values),
-        "shapes": (("mode", *columns), shapes),
-        "observed": (("observation", "state"), scene.states),
-        "observation_time": ("observation", _as_numbers(scene.times)),
-        "labels": ("state", np.asarray(scene.columns, str)[:num_columns]),
-    }
-    facts = {
-        "unit": scene.rates.attrs["unit"],
-        "level": scene.rates.attrs["level"],
-        "clock": scene.clock,
-        "title": scene.title,
-        "has_dates": int(has_dates),
-    }
-    merged = xarray.merge([rates, forecast], combine_attrs="override").assign(arrays)
-    if "column" in merged.coords:
-        merged = merged.drop_vars("column")
-    return merged.assign_attrs(facts)
-
-
-def _as_numbers(times: Any) -> np.ndarray:
-    """Return dates as nanoseconds."""
-    times = np.asarray(times)
-    return times.astype("datetime64[ns]").astype(np.int64) if times.dtype.kind == "M" else times
-
-
-def _scene(dataset: xarray.Dataset) -> Scene:
-    """Return the scene of a dataset."""
-    names = [name for name in dataset.data_vars if str(name).startswith("forecast_")]
-    forecast = dataset[names].rename({name: str(name)[9:] for name in names})
-    observation_time = dataset.observation_time.values
-    if int(dataset.attrs["has_dates"]):
-        observation_time = observation_time.astype("datetime64[ns]")
-        forecast = forecast.assign_coords(
-            time=("step", forecast.time.values.astype("datetime64[ns]"))
-        )
-    return Scene(
-        dataset,
-        dataset.eigenvalues.values,
-        True,
-        dataset.shapes.values,
-        observation_time,
-        dataset.observed.values,
-        forecast,
-        list(dataset["labels"].values),
-        dataset.attrs["clock"],
-        dataset.attrs["title"],
-    )
-
-
 def draw(dataset: xarray.Dataset) -> Figure:
     """Draw eigenvalues, rates, mode shapes and a forecast."""
-    return draw_scene(_scene(dataset))
+    return plot_model(dataset)
 
 
 def caption(dataset: xarray.Dataset) -> str:
@@ -282,6 +220,15 @@ def headline(dataset: xarray.Dataset) -> str:
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per mode."""
-    rows = rates_rows(dataset)
-    reasons = ["not resolved", *dataset.reason.values]
-    return [[*cells, str(reason)] for cells, reason in zip(rows, reasons, strict=True)]
+    unit = dataset.attrs["unit"]
+    heads = [f"growth (1/{unit})", f"frequency (1/{unit})", f"time scale ({unit})"]
+    rows = [["mode", *heads, "share", "not resolved"]]
+    for index in range(dataset.sizes["mode"]):
+        mode = dataset.isel(mode=index)
+        cells = [str(index)]
+        for name in ("growth", "frequency", "time_scale"):
+            values = [float(mode[f"{name}{end}"]) for end in ("", "_low", "_high")]
+            words = "{:.4g} [{:.4g}, {:.4g}]" if bool(mode.resolved) else "{:.4g}"
+            cells.append(words.format(*values))
+        rows.append([*cells, f"{float(mode.share):.3f}", str(mode.reason.values)])
+    return rows

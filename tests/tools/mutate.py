@@ -155,6 +155,11 @@ TESTED_BY["koopman._models._rates"] = ["koopman/models/test_rates.py"]
 TESTED_BY["koopman._models._lags"] = ["koopman/models/test_lags.py"]
 for module in ("_block_sums", "_intervals"):
     TESTED_BY[f"koopman._models.{module}"] = ["koopman/models/test_intervals.py"]
+for module in ("_model", "_lifting", "_dynamics", "_saving", "_trajectories"):
+    TESTED_BY[f"koopman._models.{module}"] = [
+        "koopman/models/test_model.py",
+        "koopman/models/test_model_data.py",
+    ]
 TESTED_BY["koopman._models._drawing"] = ["koopman/models/test_drawing.py"]
 TESTED_BY["dissociation.rewrites._comparison"] = [
     "dissociation/test_growth.py",

@@ -2,8 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from koopman import fit_model
-from koopman._models._lags import scan_lags
+from koopman import fit_model, scan_lags
 
 
 @pytest.fixture(autouse=True)
