@@ -273,7 +273,12 @@ def _picks(num_blocks: int, is_check: bool) -> Pick:
     return Pick(*map(np.concatenate, zip(*groups, strict=True)))
 
 
-@partial(jax.jit, static_argnames=("kind", "rank", "center", "is_check"))
+# Compiling takes longer than running, which is products and LAPACK's calls.
+@partial(
+    jax.jit,
+    static_argnames=("kind", "rank", "center", "is_check"),
+    compiler_options={"xla_backend_optimization_level": 0},
+)
 def _replicate(
     rows: Array,
     observable: Array,

@@ -1,12 +1,12 @@
 """Linear dynamics of rows of features, with inputs, of estimates and of replicates."""
 
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jaxtyping import Array
-from scipy.special import ndtri
 
 from dissociation._core.checks import fail
 from dissociation._core.linalg import product
@@ -244,5 +244,5 @@ def _quantiles(errors: np.ndarray, tail: float, basis: StateBasis | None) -> Any
     mean = basis.states(errors.mean(0))
     covariance = np.atleast_2d(np.cov(errors, rowvar=False, bias=True))
     variance = np.sum((basis.vectors @ covariance) * basis.vectors, 1)
-    half_width = ndtri(tail) * np.sqrt(np.maximum(variance, 0.0)) * basis.scale
+    half_width = NormalDist().inv_cdf(tail) * np.sqrt(np.maximum(variance, 0.0)) * basis.scale
     return mean - half_width, mean + half_width

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Complex, Float, Int
-from scipy.optimize import linear_sum_assignment
 from scipy.special import stdtrit
 
 from koopman._models._block_sums import MIN_BLOCKS, TENTHS, Replicates
@@ -203,6 +202,9 @@ def matched(
 
     Values that are not finite come last, and NaN stands for missing ones.
     """
+    # Here, because it takes a fifth of a second.
+    from scipy.optimize import linear_sum_assignment
+
     num_missing = max(len(reference) - values.shape[1], 0)
     values = np.pad(values, ((0, 0), (0, num_missing)), constant_values=np.nan)
     distances = np.abs(values[:, None] - reference[None, :, None])

@@ -21,7 +21,6 @@ from dissociation._core.validation import validated
 from koopman._models import _dynamics as systems
 from koopman._models import _lifting as lifts
 from koopman._models._block_sums import MIN_BLOCKS, Replicates, assign_blocks, replicate
-from koopman._models._drawing import plot_model, report_of
 from koopman._models._dynamics import Dynamics
 from koopman._models._intervals import (
     Intervals,
@@ -254,6 +253,9 @@ class KoopmanModel(eqx.Module):
         Args:
             steps: Lags ahead of the forecast.
         """
+        # Here, because Matplotlib takes half a second.
+        from koopman._models._drawing import plot_model
+
         return plot_model(self.report(steps))
 
     def report(self, steps: int = 50, level: float = 0.9) -> xarray.Dataset:
@@ -267,6 +269,8 @@ class KoopmanModel(eqx.Module):
             The variables of `rates`, with `eigenvalues` and `shapes` of modes; observations as
             `observed` at `observation_time`; and those of `predict` after "forecast_".
         """
+        from koopman._models._drawing import report_of
+
         return report_of(self, steps, level)
 
     def predict(
