@@ -224,6 +224,8 @@ def npz_arrays(path: Path) -> dict[str, StoredArray]:
             if name in arrays:
                 raise ValueError(f"it holds {member.filename} twice")
             _check_member(member)
+            if not member.filename.endswith(".npy"):
+                raise ValueError(f"{member.filename} is no array")
             with archive.open(member) as stream:
                 array = _described(path, name, stream, member.file_size)
             arrays[name] = array._replace(member=member.filename)
@@ -277,8 +279,10 @@ def _described(path: Path, name: str, stream: Stream, size: int) -> StoredArray:
     if dtype.hasobject:
         raise ValueError(f"it holds Python objects, which are not read, as {name}")
     if dtype.kind not in _KINDS:
-        advice = "NumPy does not store bfloat16: write `.safetensors`, or float32"
-        raise ValueError(f"{name} holds entries of dtype {dtype}. {advice}")
+        advice = ""
+        if dtype.kind == "V":
+            advice = ". NumPy does not store bfloat16: write `.safetensors`, or float32"
+        raise ValueError(f"{name} holds entries of dtype {dtype}{advice}")
     if min(shape, default=0) < 0:
         raise ValueError(f"{name} announces shape {shape}")
     offset = np.lib.format.MAGIC_LEN + num_digits + header_length

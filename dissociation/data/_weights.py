@@ -91,7 +91,7 @@ def load_state(
         has_same_kind = number_kind(array.dtype) == number_kind(leaf.dtype)
         if has_same_kind and jnp.promote_types(array.dtype, leaf.dtype) != leaf.dtype:
             narrowed.append(f"{name} from {array.dtype} to {leaf.dtype}")
-        array = array.reshape(leaf.shape).astype(leaf.dtype, copy=False)
+        array = _as_dtype(name, array.reshape(leaf.shape), leaf.dtype)
         if isinstance(leaf, np.ndarray):
             return array
         return jax.block_until_ready(jax.device_put(array, may_alias=False))
@@ -114,6 +114,8 @@ def _renamed(arrays: Mapping[str, StoredArray], rename: Rename | None) -> dict[s
         new_name = name_of(name)
         if new_name is None:
             continue
+        if not isinstance(new_name, str):
+            fail_kind("rename", "return a name or None", f"{new_name!r} for {name}")
         if new_name in renamed:
             fail("rename", "give each array a name of its own", f"{new_name} twice")
         renamed[new_name] = array
@@ -201,6 +203,17 @@ def _check_names(arrays: Mapping[str, StoredArray], leaf_of_name: Mapping[str, A
     if any(name.endswith("running_mean") for name in excess):
         advice += ". Running means belong to a pair (model, state)"
     fail("path", "hold each array of `model`", "; ".join(differences), advice)
+
+
+def _as_dtype(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return an array in a data type, or raise if finite numbers become infinite."""
+    with np.errstate(over="ignore"):
+        converted = array.astype(dtype, copy=False)
+    is_narrower = converted.dtype != array.dtype and jnp.issubdtype(dtype, jnp.inexact)
+    if is_narrower and (np.isinf(converted) & np.isfinite(array)).any():
+        largest = np.abs(array[np.isfinite(array)]).max()
+        fail("path", f"hold numbers that fit {dtype} as {name}", f"{largest:.3g}")
+    return converted
 
 
 def _listed(names: list[str]) -> str:

@@ -35,6 +35,7 @@ class Network:
         channels: One of `CHANNELS`, or None.
         mask: True for positions that count, [n, positions]; or None.
         ids: Labels of samples, or None.
+        leaves_mask: True if the file has a mask that its positions do not use.
         logits: Outputs, or None.
         features: Layers in memory, if they fit.
     """
@@ -47,6 +48,7 @@ class Network:
     channels: str | None
     mask: Bool[np.ndarray, "n positions"] | None = None
     ids: np.ndarray | None = None
+    leaves_mask: bool = False
     logits: StoredArray | None = None
     features: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
@@ -187,6 +189,7 @@ def read_network(
     _check_positions(network, command)
     if special["mask"] is not None:
         network.mask = _read_mask(network, special["mask"])
+        network.leaves_mask = positions in (None, "neurons")
     return network
 
 
@@ -255,7 +258,11 @@ def _read_mask(network: Network, stored: StoredArray) -> np.ndarray | None:
     if stored.dtype.kind not in "biu" or len(stored.shape) < 2:
         received = f"{stored.dtype} of shape {stored.shape}"
         fail(name, "hold a `mask` of booleans or integers, [samples, positions]", received)
-    mask = stored.read().reshape(stored.shape[0], -1) != 0
+    entries = stored.read().reshape(stored.shape[0], -1)
+    mask = entries == 1
+    is_other = ~mask & (entries != 0)
+    if is_other.any():
+        fail(name, "hold a `mask` of zeros and ones", f"{entries[is_other][0]}")
     if network.positions in (None, "neurons"):
         return None
     for layer, array in network.layers.items():
@@ -299,6 +306,12 @@ def align(first: Network, second: Network, max_samples: int | None) -> list[str]
         sentences.append(f"A fixed subset of {max_samples} of {number} samples is compared.")
     if first.positions == "samples":
         _share_mask(first, second)
+    elif (first.mask is None) != (second.mask is None):
+        masked = second if first.mask is None else first
+        sentences.append(f"Only {masked.path} has a `mask` that leaves positions out.")
+    for network in (first, second):
+        if network.leaves_mask:
+            sentences.append(f"The `mask` of {network.path} is not used.")
     return sentences
 
 
@@ -308,9 +321,9 @@ def _align_ids(first: Network, second: Network) -> str:
     other_ids: Any = second.ids
     if (ids.dtype.kind in "SU") != (other_ids.dtype.kind in "SU"):
         fail("b", "hold `ids` of the same kind as `a`", f"{other_ids.dtype} and {ids.dtype}")
-    if ids.dtype.kind != other_ids.dtype.kind and ids.dtype.kind in "SU":
-        ids = ids.astype(str)
-        other_ids = other_ids.astype(str)
+    if ids.dtype.kind != other_ids.dtype.kind:
+        ids = _comparable_ids(ids)
+        other_ids = _comparable_ids(other_ids)
     common, rows, other_rows = np.intersect1d(
         ids, other_ids, assume_unique=True, return_indices=True
     )
@@ -325,6 +338,13 @@ def _align_ids(first: Network, second: Network) -> str:
     if num_dropped or num_other_dropped:
         sentence += f" Left out: {num_dropped} in A alone, {num_other_dropped} in B alone."
     return sentence
+
+
+def _comparable_ids(ids: np.ndarray) -> np.ndarray:
+    """Return text, or integers of Python, which NumPy does not round to compare their signs."""
+    if ids.dtype.kind == "S":
+        return np.char.decode(ids, "utf-8")
+    return ids if ids.dtype.kind == "U" else ids.astype(object)
 
 
 def _share_mask(first: Network, second: Network) -> None:

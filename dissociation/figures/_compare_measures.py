@@ -36,6 +36,9 @@ TABLES = ("values", "estimate", "low", "high", "baseline", "p_values", "correcte
 FEW_PRODUCTS = 10**10
 """Number of multiplications of a comparison that takes about a second."""
 
+SMALL_SUMS = 2**30
+"""Bytes of sums of products that any memory budget allows."""
+
 LEVEL = 0.9
 """Coverage of intervals."""
 
@@ -157,13 +160,27 @@ def announced(seconds: float | int, num_bytes: int) -> str:
 def check_streamed(config: Any, networks: list[Network], budget: int, needed: int) -> None:
     """Raise unless the measure of layers that exceed the budget can be computed in batches."""
     has_groups = groups_of(networks[0]) is not None
-    if config.measure in STREAMED and not has_groups:
-        return
     number = len(networks[0].rows)
     suggestion = max(20, int(number * budget / needed * 0.9))
+    if config.measure in STREAMED and not has_groups:
+        num_bytes = _sum_bytes(config.num_blocks, networks)
+        if num_bytes > max(budget, SMALL_SUMS):
+            fail(
+                "memory_budget",
+                f"hold the {num_bytes} bytes of sums of products of the widest layer",
+                budget,
+                f"Pass --max-samples {suggestion}, or --positions mean for layers of positions",
+            )
+        return
     requirement = f"be {' or '.join(STREAMED)}, without a mask of positions that are samples"
     received = f"{config.measure} of layers that take {needed} bytes of {budget} (memory_budget)"
     fail("measure", requirement, received, f"Or pass --max-samples {suggestion}")
+
+
+def _sum_bytes(num_blocks: int, networks: list[Network]) -> int:
+    """Return the bytes of the sums of one pair of the widest layers."""
+    widths = [network.width(layer) for network in networks for layer in network.layers.values()]
+    return 8 * (num_blocks + 4) * (max(widths) + 2) ** 2
 
 
 def compare_in_batches(config: Any, networks: list[Network], cache: Cache) -> Arrays:
@@ -184,8 +201,7 @@ def compare_in_batches(config: Any, networks: list[Network], cache: Cache) -> Ar
     first_name = "first_0"
     squares = cache.get_all({first_name: jobs.pop(first_name)}, title)
     seconds = cache.seconds[first_name]
-    widths = [network.width(layer) for network in networks for layer in network.layers.values()]
-    num_bytes = 8 * (num_blocks + 4) * (max(widths) + 2) ** 2 + 2**28
+    num_bytes = _sum_bytes(num_blocks, networks) + 2**28
     num_pairs = len(first.layers) * len(second.layers)
     estimate = announced(seconds * (len(jobs) + 1.5 * num_pairs), num_bytes)
     title = f"{title}, {estimate}"

@@ -19,7 +19,7 @@ from dissociation._core.checks import fail
 from dissociation._core.memory import host_budget
 from dissociation.figures import _compare_files as files
 from dissociation.figures import _compare_measures as measures
-from dissociation.figures._cache import AnyMeter, Arrays, Cache, CacheFolder
+from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
 from dissociation.figures._harness import Settings, config_of, drawing, run
 from dissociation.plotting import _axes as plotting
 from dissociation.plotting import _matches as matches
@@ -37,6 +37,9 @@ HAS_MARKDOWN = True
 
 QUICK_SAMPLES = 200
 """Number of samples of a smoke run."""
+
+SMALL_BIAS = 0.005
+"""Largest difference of values and estimates that a figure does not show."""
 
 COPIES = 3
 """Number of copies of all layers that a comparison in memory holds."""
@@ -190,7 +193,9 @@ def _read_logits(networks: list[files.Network]) -> tuple[tuple[np.ndarray, ...],
                 return (), [sentence]
             blocks = network.batches(stored, files.rows_per_block(stored))
             logits.append(np.concatenate(list(blocks)))
-    if len(logits) < 2:
+    if len(logits) == 1:
+        return (), ["Logits of one file alone are left out."]
+    if not logits:
         return (), []
     num_classes = [array.shape[1] for array in logits]
     if num_classes[0] != num_classes[1] or num_classes[0] < 2:
@@ -235,9 +240,6 @@ def _computed(config: Config, key: Array, data: Data, cache: Cache) -> xarray.Da
     for name in measures.TABLES:
         table = tables.get(name, np.full(shape, np.nan))
         variables[name] = (("layers", "other_layers"), table)
-    best_of = _tables_of(tables, coords, config)
-    variables["best"] = ("layers", best_of.best())
-    variables["best_other"] = ("other_layers", best_of.transposed().best())
     share = np.nan
     if data.logits:
         share = float(disagreement(*data.logits))
@@ -248,7 +250,11 @@ def _computed(config: Config, key: Array, data: Data, cache: Cache) -> xarray.Da
         "sentences": data.sentences,
         "is_in_memory": data.is_in_memory,
     }
-    return xarray.Dataset(variables, coords, {"data": json.dumps(facts)})
+    dataset = xarray.Dataset(variables, coords, {"data": json.dumps(facts)})
+    table = _tables_of(dataset, config)
+    dataset["best"] = ("layers", table.best())
+    dataset["best_other"] = ("other_layers", table.transposed().best())
+    return dataset
 
 
 def _names(config: Any) -> list[str]:
@@ -257,39 +263,31 @@ def _names(config: Any) -> list[str]:
     return names if names[0] != names[1] else [config.a, config.b]
 
 
-def _tables_of(tables: Arrays, coords: dict[str, list[str]], config: Any) -> matches.Tables:
+def _tables_of(dataset: xarray.Dataset, config: Any) -> matches.Tables:
     """Return the tables that a figure needs."""
-    names = _names(config)
-    optional = {"low": tables.get("low"), "high": tables.get("high")}
-    for name, table in optional.items():
-        if table is not None and np.isnan(table).all():
-            optional[name] = None
+    values = dataset["values"].values
+    tables: dict[str, Any] = {name: dataset[name].values for name in ("estimate", "low", "high")}
+    tables = {name: None if np.isnan(table).all() else table for name, table in tables.items()}
+    if tables["estimate"] is None:
+        tables["estimate"] = values
+    is_unbiased = np.allclose(tables["estimate"], values, atol=SMALL_BIAS, equal_nan=True)
+    first, second = _names(config)
     return matches.Tables(
-        estimate=tables.get("estimate", tables["values"]),
-        chance=tables["baseline"],
-        rows=coords["layers"],
-        columns=coords["other_layers"],
+        **tables,
+        values=None if is_unbiased else values,
+        chance=dataset.baseline.values,
+        rows=dataset.layers.values.tolist(),
+        columns=dataset.other_layers.values.tolist(),
         measure=config.measure,
         larger_is_closer=MEASURES[config.measure].larger_is_closer,
-        networks=(names[0], names[1]),
-        **optional,
+        networks=(first, second),
     )
-
-
-def _from_dataset(dataset: xarray.Dataset) -> matches.Tables:
-    tables = {}
-    for name in measures.TABLES:
-        tables[name] = dataset[name].values
-    if np.isnan(tables["estimate"]).all():
-        tables["estimate"] = tables["values"]
-    coords = {axis: dataset[axis].values.tolist() for axis in ("layers", "other_layers")}
-    return _tables_of(tables, coords, config_of(dataset))
 
 
 @drawing
 def draw(dataset: xarray.Dataset) -> matplotlib.figure.Figure:
     """Draw the matrix of all pairs, and the best match of each layer, 6.6 x 2.9 inches."""
-    return matches.draw_matches(_from_dataset(dataset))
+    return matches.draw_matches(_tables_of(dataset, config_of(dataset)))
 
 
 def caption(dataset: xarray.Dataset) -> str:
@@ -309,6 +307,8 @@ def caption(dataset: xarray.Dataset) -> str:
         f"{second} (column). (b) Best match of each layer of {first}, (c) of {second}{interval}; "
         "dashes: values by chance. "
     )
+    if _tables_of(dataset, config_of(dataset)).values is not None:
+        text += "Estimates are without bias; circles and dashes have it. "
     corrected = dataset.corrected.values
     if np.isfinite(corrected).any():
         smallest = np.nanmin(corrected)
@@ -344,7 +344,8 @@ def table(dataset: xarray.Dataset) -> list[list[str]]:
     config = config_of(dataset)
     first, second = json.loads(dataset.attrs["data"])["networks"]
     title = plotting.title_of(config.measure)
-    rows = [["layer", "best match", title, "90 % interval", "chance", "p"]]
+    names = [f"{title} without bias", "90 % interval", title, "chance", "p"]
+    rows = [["layer", "best match", *names]]
     for index, best in enumerate(dataset.best.values.tolist()):
         layer = dataset.layers.values[index]
         match = dataset.other_layers.values[best]
@@ -359,7 +360,7 @@ def table(dataset: xarray.Dataset) -> list[list[str]]:
 def _row(dataset: xarray.Dataset, layer: str, match: str, row: int, column: int) -> list[str]:
     """Return the cells of a layer and its best match."""
     if min(row, column) < 0:
-        return [layer, "none: all samples are the same", *[""] * 4]
+        return [layer, "none: all samples are the same", *[""] * 5]
     numbers = {}
     for name in measures.TABLES:
         numbers[name] = float(dataset[name].values[row, column])
@@ -372,4 +373,5 @@ def _row(dataset: xarray.Dataset, layer: str, match: str, row: int, column: int)
     p_value = "not computed"
     if np.isfinite(numbers["corrected"]):
         p_value = f"{numbers['corrected']:.2g}"
-    return [layer, match, f"{estimate:.3f}", interval, f"{numbers['baseline']:.3f}", p_value]
+    by_chance = [f"{numbers[name]:.3f}" for name in ("values", "baseline")]
+    return [layer, match, f"{estimate:.3f}", interval, *by_chance, p_value]

@@ -50,6 +50,9 @@ EQUAL_CURVES = {
 A move in the null space of the images changes no activity on them, whatever is added to weights.
 """
 
+EXPONENTS = {"input": (-1.0, 1.0), "parameter": (-4.0, 0.0)}
+"""Powers of ten of the least and the largest noise scale, by kind of noise."""
+
 SAME_ERROR = 1e-4
 """Largest difference of two error rates that only rounding explains."""
 
@@ -130,24 +133,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     )
     null_space = cache.get("null_space", find_spaces)
 
-    rewrites: dict[str, Any] = config.rewrites(group)
-    rewrites["null-perturbed"] = null_perturbed(weights, config.null_scale)
-    # The first variant is the reference of differences.
-    names = ("trained", "null-perturbed", "duplicated", "scaled", "nuisance")
-    variants = {name: rewrites[name] for name in names}
-    if config.published_null:
-        variants[UNCLEAR] = rewrites["null-perturbed"]
-
-    rewrite_inputs = {}
-    for index, name in enumerate(variants):
-        variant_key = jax.random.fold_in(rewrite_key, index)
-        rewrite_inputs[name] = jax.random.split(variant_key, num_seeds)
-    for name, field in (("null-perturbed", "basis"), (UNCLEAR, "published_basis")):
-        if name in variants:
-            basis = null_space[field]
-            bases = jnp.broadcast_to(basis, (num_seeds, *basis.shape[-2:]))
-            rewrite_inputs[name] = (rewrite_inputs[name], bases)
-
+    variants, rewrite_inputs = _variants(config, group, weights, null_space, rewrite_key)
     images = jnp.asarray(data.test_images)
     labels = jnp.asarray(data.test_labels)
     noise = jax.random.normal(input_key, images.shape, images.dtype)
@@ -173,40 +159,60 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     names = list(variants)
     certificate = eqx.Partial(members.certify_members, images, labels)
     arrays = measured("certificate", certificate, names)
-    num_even = _num_even(config)
-    input_scales, input_error, input_shared = _curves(
-        partial(errors_at, "input"),
-        names,
-        EQUAL_CURVES["input"],
-        (-1.0, 1.0),
-        config.num_scales,
-        num_even,
-    )
-    clear_names = [name for name in names if name != UNCLEAR]
-    parameter_scales, parameter_error, parameter_shared = _curves(
-        partial(errors_at, "parameter"),
-        clear_names,
-        EQUAL_CURVES["parameter"],
-        (-4.0, 0.0),
-        config.num_scales,
-        num_even,
-    )
-    parameter_error.setdefault(UNCLEAR, np.full((num_seeds, config.num_scales), np.nan))
-
     variables = {}
-    for kind, curves in (("input", input_error), ("parameter", parameter_error)):
-        stacked = np.stack([curves[name] for name in names])
-        variables[f"{kind}_error"] = (("variants", "seeds", f"{kind}_scales"), stacked)
+    scales_of_kind = {}
+    shared_of_kind = {}
+    for kind in make_curve:
+        is_input = kind == "input"
+        scales, curves, shared = _curves(
+            partial(errors_at, kind),
+            [name for name in names if is_input or name != UNCLEAR],
+            EQUAL_CURVES[kind],
+            EXPONENTS[kind],
+            config.num_scales,
+            _num_even(config),
+        )
+        curves.setdefault(UNCLEAR, np.full((num_seeds, len(scales)), np.nan))
+        errors = np.stack([curves[name] for name in names])
+        variables[f"{kind}_error"] = (("variants", "seeds", f"{kind}_scales"), errors)
+        scales_of_kind[kind] = scales
+        shared_of_kind[kind] = shared
     variables |= members.certified(arrays, variants, trained.alive)
     coords = {
         "variants": list(variants),
-        "input_scales": ("input_scales", input_scales, {"units": "pixel intensity"}),
-        "parameter_scales": parameter_scales,
+        "input_scales": ("input_scales", scales_of_kind["input"], {"units": "pixel intensity"}),
+        "parameter_scales": scales_of_kind["parameter"],
     }
     cut = {name: float(number) for name, number in null_space.items() if np.ndim(number) == 0}
     dataset = trained.dataset(data, variables, coords)
-    shared = {"input": input_shared, "parameter": parameter_shared}
-    return dataset.assign_attrs(null_space=json.dumps(cut), shared=json.dumps(shared))
+    return dataset.assign_attrs(null_space=json.dumps(cut), shared=json.dumps(shared_of_kind))
+
+
+def _variants(
+    config: Config, group: Any, weights: Any, null_space: dict[str, np.ndarray], key: Array
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return functions that rewrite networks, and their second inputs, by the name of the variant.
+
+    The first variant is the reference of differences.
+    """
+    num_seeds = config.num_seeds
+    rewrites: dict[str, Any] = config.rewrites(group)
+    rewrites["null-perturbed"] = null_perturbed(weights, config.null_scale)
+    names = ("trained", "null-perturbed", "duplicated", "scaled", "nuisance")
+    variants = {name: rewrites[name] for name in names}
+    if config.published_null:
+        variants[UNCLEAR] = rewrites["null-perturbed"]
+
+    rewrite_inputs = {}
+    for index, name in enumerate(variants):
+        variant_key = jax.random.fold_in(key, index)
+        rewrite_inputs[name] = jax.random.split(variant_key, num_seeds)
+    for name, field in (("null-perturbed", "basis"), (UNCLEAR, "published_basis")):
+        if name in variants:
+            basis = null_space[field]
+            bases = jnp.broadcast_to(basis, (num_seeds, *basis.shape[-2:]))
+            rewrite_inputs[name] = (rewrite_inputs[name], bases)
+    return variants, rewrite_inputs
 
 
 def _curves(
@@ -232,8 +238,9 @@ def _curves(
 
     shared = []
     for name in equal_names:
-        difference = np.abs(errors[name] - errors["trained"])
-        if not np.any(difference > SAME_ERROR):
+        pair = (errors[name], errors["trained"])
+        # NaN is no error rate: a variant that is not finite where "trained" is differs from it.
+        if np.allclose(*pair, rtol=0, atol=SAME_ERROR, equal_nan=True):
             shared.append(name)
     steep = _between(even, list(errors.values()), num_scales - num_even)
     steep_errors = dict(errors_at(_powers(steep), [name for name in names if name not in shared]))

@@ -17,6 +17,7 @@ from dissociation.models._module_values import fail_unknown, holds_marks, is_mar
 from dissociation.models._program import (
     Call,
     Walk,
+    Wrapper,
     bound,
     called,
     inner_program,
@@ -28,7 +29,7 @@ READER = "intervention"
 """Reader of the marks that interventions take, see `with_marks`."""
 
 
-class Intervened(eqx.Module):
+class Intervened(Wrapper):
     """Model in which functions replace values, see `intervene`.
 
     Attributes:
@@ -37,7 +38,6 @@ class Intervened(eqx.Module):
         call: Function from model and example to outputs, or None.
     """
 
-    model: Any
     functions: dict[str, Callable[..., Any]]
     call: Call | None = eqx.field(static=True)
 
@@ -60,7 +60,10 @@ class Intervened(eqx.Module):
         if self.call is not None:
             return self.call(model, *args, **kwargs)
         if isinstance(model, tuple):
-            return called(model, *args, **kwargs)
+            if len(args) != 1 or kwargs:
+                received = f"{len(args) + len(kwargs)} arguments"
+                fail_kind("model", "get one example: it holds the state", received)
+            return called(model, args[0])
         return model(*args, **kwargs)
 
 
@@ -128,7 +131,10 @@ class _Intervention(Walk):
                 fail(f"functions[{name!r}]", "take one argument outside of a `scan`", "two")
             index = self.iteration
             arguments.append(index[0] if len(index) == 1 else index)
-        result = jnp.asarray(function(*arguments))
+        result = function(*arguments)
+        if result is None:
+            fail_kind(f"functions[{name!r}]", "return an array", "None")
+        result = jnp.asarray(result)
         if result.shape != value.shape or result.dtype != value.dtype:
             requirement = f"return an array of shape {value.shape} and dtype {value.dtype}"
             fail(f"functions[{name!r}]", requirement, f"{result.shape} and {result.dtype}")

@@ -167,9 +167,21 @@ def program_of(model: Any, call: Call | None) -> Program:
     return Program(paths, layers, leaves, run)
 
 
+class Wrapper(eqx.Module):
+    """Base of models around a model, whose layers keep their names.
+
+    Attributes:
+        model: Model, or pair (model, state).
+    """
+
+    model: Any
+
+
 def num_wrappers(model: Any) -> int:
     """Return the number of keys in front of each path that names leave out."""
     # Names are the same with and without a state.
+    if isinstance(model, Wrapper):
+        return 1 + num_wrappers(model.model)
     has_state = isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State)
     return int(has_state or isinstance(model, FunctionModel))
 

@@ -265,6 +265,8 @@ def names_at(at: At, layers: Mapping[str, Any]) -> list[str]:
             fail("at", "be True for at least one layer", "none of them")
         return selected
     patterns = [at] if isinstance(at, str) else list(at or ())
+    if not patterns:
+        fail("at", "hold at least one pattern", "none")
     selected = set()
     for pattern in patterns:
         # Brackets are parts of names.

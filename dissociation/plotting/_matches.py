@@ -1,5 +1,6 @@
 """Panels of one measure between the layers of two networks, with best matches."""
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ class Tables(NamedTuple):
     """Tables of one measure between two networks.
 
     Attributes:
-        estimate: Values of all pairs of layers.
+        estimate: Values of all pairs of layers, without their bias.
         low: Lower ends of intervals, or None.
         high: Upper ends of intervals, or None.
         chance: Values by chance, or None.
@@ -34,6 +35,7 @@ class Tables(NamedTuple):
         measure: Name of the measure.
         larger_is_closer: False for a distance.
         networks: Names of both networks.
+        values: Values with the bias that `chance` has, or None if it is small.
     """
 
     estimate: Table
@@ -45,11 +47,12 @@ class Tables(NamedTuple):
     measure: str
     larger_is_closer: bool
     networks: tuple[str, str] = ("A", "B")
+    values: Table | None = None
 
     def transposed(self) -> "Tables":
         """Return the tables with both networks exchanged."""
         transposes = {}
-        for name in ("estimate", "low", "high", "chance"):
+        for name in ("estimate", "low", "high", "chance", "values"):
             table = getattr(self, name)
             if table is not None:
                 transposes[name] = table.T
@@ -138,6 +141,9 @@ def _matches(panel: Axes, tables: Tables) -> None:
         label = "best match, 90 % interval"
     line: dict[str, Any] = {"color": color, "markersize": 1.6, "elinewidth": 0.7}
     panel.errorbar(rows, estimate, bars, fmt="o", capsize=1.5, label=label, **line)
+    if tables.values is not None:
+        style: dict[str, Any] = {"markerfacecolor": "none", "markersize": 3, "color": "0.3"}
+        panel.plot(rows, tables.values[pairs], "o", label="with bias", **style)
     if tables.chance is not None:
         chance = tables.chance[pairs]
         panel.plot(rows, chance, "_", color="0.3", markersize=5, label="chance")
@@ -152,11 +158,26 @@ def _name_ticks(panel: Axes, names: Sequence[str], *, vertical: bool) -> None:
     """Name all layers along an axis, or evenly spaced ones."""
     step = -(-len(names) // MAX_NAMES)
     ticks = range(0, len(names), step)
-    texts = [shortened(names[tick]) for tick in ticks]
+    distinct = distinct_names(names)
+    texts = [distinct[tick] for tick in ticks]
     if vertical:
         panel.set_yticks(ticks, texts)
     else:
         panel.set_xticks(ticks, texts, rotation=40, ha="right", rotation_mode="anchor")
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Return names of at most `MAX_LETTERS` letters, without the modules that all begin with.
+
+    Example:
+        >>> distinct_names(["transformer.h.10.mlp.c_fc", "transformer.h.11.mlp.c_fc"])
+        ['10.mlp.c_fc', '11.mlp.c_fc']
+    """
+    num_shared = 0
+    if max(map(len, names)) > MAX_LETTERS:
+        prefix = os.path.commonprefix(list(names))
+        num_shared = max(prefix.rfind(separator) for separator in "./") + 1
+    return [shortened(name[num_shared:]) for name in names]
 
 
 def shortened(name: str) -> str:

@@ -148,6 +148,8 @@ class Similarities(Result):
         optional = {}
         values = self.values if self.estimate is None else self.estimate
         fields = {"estimate": values, "low": self.low, "high": self.high, "chance": self.baseline}
+        if self.estimate is not None:
+            fields["values"] = self.values
         for name, table in fields.items():
             optional[name] = None
             if table is not None:

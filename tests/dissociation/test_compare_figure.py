@@ -1,6 +1,7 @@
 """The figure of two files: alignment, positions, best matches, batches, wrong inputs, and what it writes."""
 
 import json
+from functools import partial
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from dissociation.similarity._pairs import Comparison
 
 KEY = jax.random.key(0)
 NUM_SAMPLES = 60
+COLUMN = np.ones((NUM_SAMPLES, 1), np.float32)
 
 
 def layers_of(seed, num_layers, width, shift=0):
@@ -84,6 +86,41 @@ def test_ids_align_samples_and_count_the_others(planted, tmp_path):
     assert "2 in A alone, 0 in B alone" in compare.headline(found)
 
 
+LARGE = 2**62 + np.arange(NUM_SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("ids", "other_ids"),
+    [
+        (LARGE, LARGE.astype(np.uint64)),  # a float of 53 bits would join neighbours
+        (
+            np.char.add("é", np.arange(NUM_SAMPLES).astype(str)),
+            np.char.encode(np.char.add("é", np.arange(NUM_SAMPLES).astype(str)), "utf-8"),
+        ),
+    ],
+)
+def test_ids_of_other_types_are_the_same(tmp_path, ids, other_ids):
+    order = np.random.default_rng(3).permutation(NUM_SAMPLES)
+    a = files.read_network("a", written(tmp_path, "a", x=COLUMN, ids=ids), None, None, "")
+    path = written(tmp_path, "b", x=COLUMN, ids=other_ids[order])
+    b = files.read_network("b", path, None, None, "")
+    assert files.align(a, b, None) == ["60 samples have the same `ids`."]
+    np.testing.assert_array_equal(b.rows, np.argsort(order))
+
+
+def test_a_bias_is_shown_beside_chance(tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = [{"x": rng.normal(size=(100, 30)), "y": rng.normal(size=(100, 20))} for _ in range(2)]
+    found = computed(tmp_path, *arrays, measure="linear_cka")
+    assert found.estimate.values.max() < 0.1 < found.baseline.values.min()
+    header, first, *_ = compare.table(found)
+    row = dict(zip(header, first, strict=True))
+    best = found.best.values[0]
+    assert row["linear CKA"] == f"{found['values'].values[0, best]:.3f}"
+    assert row["linear CKA without bias"] == f"{found.estimate.values[0, best]:.3f}"
+    assert "circles and dashes have it" in compare.caption(found)
+
+
 def test_shuffled_rows_are_at_chance_and_ask_for_their_order(tmp_path):
     order = np.random.default_rng(4).permutation(NUM_SAMPLES)
     found = computed(tmp_path, b={name: array[order] for name, array in B.items()})
@@ -100,6 +137,17 @@ def test_a_copy_with_permuted_neurons_has_cka_1_and_a_distance_takes_the_smalles
     assert np.nanmin(found.corrected) == 1 / 20
     similar = computed(tmp_path, b=permuted)
     np.testing.assert_allclose(similar.estimate.values[range(4), [3, 2, 1, 0]], 1, atol=1e-5)
+
+
+def test_masks_that_are_not_used_are_told(tmp_path):
+    networks = []
+    for name, arrays in (("a", {"mask": MASK}), ("b", {})):
+        path = written(tmp_path, name, x=IMAGES, **arrays)
+        networks.append(partial(files.read_network, name, path, channels="first", command=""))
+    sentences = files.align(*(read(positions="mean") for read in networks), None)
+    assert sentences[-1].endswith("a.npz has a `mask` that leaves positions out.")
+    sentences = files.align(*(read(positions="neurons") for read in networks), None)
+    assert sentences[-1].endswith("a.npz is not used.")
 
 
 IMAGES = np.random.default_rng(6).normal(size=(NUM_SAMPLES, 3, 2, 2)).astype(np.float32)
@@ -213,7 +261,6 @@ def with_ids(ids, **others):
     return with_layer(**B, ids=np.asarray(ids), **others)
 
 
-COLUMN = np.ones((NUM_SAMPLES, 1), np.float32)
 NAN = B["layers.0"].copy()
 NAN[7, 3] = np.nan
 IDS = np.arange(NUM_SAMPLES)
@@ -252,6 +299,20 @@ WRONG = {
             written(folder, "b", x=IMAGES, mask=MASK[:, :3]),
             *("--positions", "mean", "--channels", "first"),
         ],
+    ),
+    "signed mask": (
+        2,
+        "zeros and ones, got -1",
+        lambda folder: [
+            written(folder, "a", x=IMAGES),
+            written(folder, "b", x=IMAGES, mask=MASK * 2 - 1),
+            *("--positions", "mean", "--channels", "first"),
+        ],
+    ),
+    "wide": (
+        2,
+        "bytes of sums of products of the widest layer",
+        lambda folder: [*with_layer(x=np.ones((60, 9000)))(folder), "--memory-budget", "9000"],
     ),
     "narrow": (2, "fewer features than samples", lambda folder: [*with_layer(x=np.ones((60, 59)))(folder), "--measure", "cca"]),
     "budget": (2, "--max-samples", lambda folder: [*with_layer(**B)(folder), "--measure", "rsa", "--memory-budget", "9000"]),

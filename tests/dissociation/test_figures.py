@@ -57,7 +57,7 @@ def test_rewrites_of_neurons_leave_the_input_noise_curve_where_it_was(noise):
     assert set(errors) - set(parameters) == {robustness.UNCLEAR}
 
 
-@pytest.mark.parametrize("difference", [0.0, 0.002])
+@pytest.mark.parametrize("difference", [0.0, 0.002, np.nan])
 def test_curves_that_are_equal_at_even_scales_are_measured_once(difference):
     calls = []
 

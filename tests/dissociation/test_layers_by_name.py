@@ -225,6 +225,8 @@ def test_names_select_layers_and_unknown_ones_raise_with_the_nearest():
     with pytest.raises(ValueError, match=f"`at` must name layers, of which {nearest}") as error:
         representations(model, x, ["logits", "layer[1]()"])
     assert str(error.value).count("', '") == 4
+    with pytest.raises(ValueError, match="`at` must hold at least one pattern, got none"):
+        representations(model, x, [])
     with pytest.raises(ValueError, match="`at` must be True for at least one layer, got none"):
         representations(model, x, lambda name, shape: False)
 
@@ -293,12 +295,25 @@ def test_the_gradient_by_a_scale_equals_the_finite_difference(precise):
         np.testing.assert_allclose(gradient, difference, rtol=1e-6)
 
 
+def test_names_stay_in_a_model_with_interventions():
+    model, x = eqx.nn.MLP(4, 3, 5, 2, key=jax.random.key(0)), np.ones((2, 4), np.float32)
+    patched = intervene(model, {"layers[1]()": lambda value: 2 * value})
+    assert list(layer_shapes(patched, x[0])) == list(layer_shapes(model, x[0]))
+    value = representations(patched, x, "layers[2]()")["layers[2]()"]
+    np.testing.assert_array_equal(value, jax.vmap(patched)(x))
+    stateful = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="batch", mode="ema")
+    with pytest.raises(TypeError, match="get one example: it holds the state, got 2 arguments"):
+        intervene(stateful, {})(x[0], stateful[1])
+
+
 def test_wrong_interventions_are_refused():
     model, x = eqx.nn.MLP(4, 3, 5, 2, key=jax.random.key(0)), np.ones(4, np.float32)
     with pytest.raises(ValueError, match=r"`functions` must name layers, .* got 'layer\[1\]\(\)'"):
         intervene(model, {"layer[1]()": jnp.tanh})
     with pytest.raises(TypeError, match=r"`functions\['layers\[1\]\(\)'\]` must be a function"):
         intervene(model, {"layers[1]()": 3})
+    with pytest.raises(TypeError, match="must return an array, got None"):
+        intervene(model, {"layers[1]()": lambda value: None})(x)
     for name, function, message in (
         ("layers[1]():2", jnp.tanh, r"must name layers, .* got 'layers\[1\]\(\):2'"),
         ("layers[1]()", lambda v: v[:1], r"must return an array of shape \(5,\) and dtype float32"),
