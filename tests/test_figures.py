@@ -106,7 +106,6 @@ WRONG = {
     },
     ("coverage",): {
         "num_seeds": [0, 1], "lengths": [(), (100,), (300, 300), (10**7,)], "level": [0.0, 1.0, np.nan],
-        "systems": [(), ("prinz", "prinz"), ("other",)],
     },
     ("fit",): {
         "lag": [0], "steps": [0, 10**7], "num_delays": [0], "num_times": [199], "rank": [0],

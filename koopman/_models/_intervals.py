@@ -49,7 +49,7 @@ class Intervals(NamedTuple):
         """Return the estimates with shares, which are added up for conjugate pairs."""
         is_pair = np.imag(eigenvalues[self.index]) > 0
         total = np.where(is_pair, 2.0, 1.0) * share[self.index]
-        return RateEstimates(*self.growth, *self.frequency, total, self.reason)
+        return RateEstimates._make([*self.growth, *self.frequency, total, self.reason])
 
 
 def few_pairs(num_pairs: int, num_latent: int, residual: float) -> str:
@@ -130,8 +130,8 @@ def rate_intervals(
         mismatches = np.log(later[1:] / deleted**2) / 2
     richer_rates = _rates(richer_values, time)
 
-    is_negative = (reference.imag == 0) & (reference.real < 0)
-    is_changed = (deleted.imag == 0) != (reference.imag == 0)
+    is_negative = (np.imag(reference) == 0) & (np.real(reference) < 0)
+    is_changed = (np.imag(deleted) == 0) != (np.imag(reference) == 0)
     is_faded = np.abs(reference) ** memory * num_pairs**0.5 < FADED_LIMIT
     # A comparison with NaN is False, so that undefined replicates fail.
     passes = {
@@ -185,7 +185,7 @@ def _is_below(
 
 
 def _components(values: np.ndarray) -> Float[np.ndarray, "*k 2"]:
-    return np.stack([values.real, values.imag], -1)
+    return np.stack([np.real(values), np.imag(values)], -1)
 
 
 def _rates(values: np.ndarray, time: float) -> Float[np.ndarray, "*k 2"]:

@@ -110,7 +110,7 @@ def _chapman_kolmogorov(
     if replicates is not None:
         series = _series_of_modes(model, replicates, eigenvalues)
         predicted_at_lag = series.correlations(1)
-        num_tests = len(MULTIPLES) * np.where(eigenvalues.imag > 0, 2, 1)
+        num_tests = len(MULTIPLES) * np.where(np.imag(eigenvalues) > 0, 2, 1)
         for column, multiple in enumerate(MULTIPLES.tolist()):
             measured = series.correlations(multiple)
             predicted = predicted_at_lag**multiple
