@@ -1,18 +1,18 @@
 """Least squares of sums of exponentials by variable projection, with times of every run."""
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
 from dissociation._core.linalg import product
-from koopman._operators._numerics import positive_or_one
+from koopman._operators._numerics import positive_or_one, rounding_unit
 
-AnyArray = Array | np.ndarray
-
+FASTEST = 3.0
+"""Largest growth or decay per median step."""
 _TOLERANCE = 1e-12
 """Largest predicted decrease of the squared error of a converged fit, as a share of the error."""
 
@@ -21,16 +21,16 @@ class Samples(NamedTuple):
     """Padded runs on scaled times.
 
     Attributes:
-        states: States, zero where the weight is: [runs, time, d].
-        times: Times about the middle of the run, from -1 to 1: [runs, time].
+        states: States, zero in rows that pad: [runs, time, d].
+        times: Times about the middle of the run, from -1 to 1, zero in rows that pad: [runs, time].
         weights: Weights of rows, 0 for rows that pad: [runs, time].
-        reach: Largest modulus of the times of a run, [runs].
+        step: Median step of the times.
     """
 
-    states: Float[AnyArray, "runs time d"]
-    times: Float[AnyArray, "runs time"]
-    weights: Float[AnyArray, "runs time"]
-    reach: Float[AnyArray, " runs"]
+    states: Any
+    times: Any
+    weights: Any
+    step: Any
 
 
 class Blocks(NamedTuple):
@@ -40,21 +40,12 @@ class Blocks(NamedTuple):
     The span of a block is a smooth function of a and c, unlike that of two rates.
 
     Attributes:
-        parameters: a and c of every block, per scaled time: [2, blocks].
-        is_active: If False, the block is left out: [blocks].
-        is_pair: If False, the block is one exponential: [blocks].
+        parameters: a and c of every block, per scaled time: [blocks, 2].
+        is_column: True for the exponentials that the blocks have: [blocks, 2].
     """
 
-    parameters: Float[AnyArray, "2 blocks"]
-    is_active: Bool[AnyArray, " blocks"]
-    is_pair: Bool[AnyArray, " blocks"]
-
-
-class Limits(NamedTuple):
-    """Largest modulus of a real rate, and largest angular frequency, per scaled time."""
-
-    growth: Float[AnyArray, ""]
-    frequency: Float[AnyArray, ""]
+    parameters: Any
+    is_column: Any
 
 
 class Projection(NamedTuple):
@@ -68,58 +59,45 @@ class Projection(NamedTuple):
         curvatures: Gauss and Newton's half of the second derivatives, [parameters, parameters].
     """
 
-    residual: Float[AnyArray, "runs time d"]
-    error: Float[AnyArray, ""]
-    amplitudes: Float[AnyArray, "runs columns d"]
-    gradient: Float[AnyArray, " parameters"]
-    curvatures: Float[AnyArray, "parameters parameters"]
+    residual: Any
+    error: Any
+    amplitudes: Any
+    gradient: Any
+    curvatures: Any
 
 
 class Solution(NamedTuple):
-    """Result of an optimisation.
+    """Blocks at the end of an optimisation, and the projection on their span.
 
-    Attributes:
-        blocks: Blocks at the end.
-        projection: Projection on their span.
-        has_converged: True if the predicted decrease of the error is negligible.
+    It has converged if the predicted decrease of the error is negligible.
     """
 
     blocks: Blocks
     projection: Projection
-    has_converged: Bool[AnyArray, ""]
+    has_converged: Any
 
 
-def _design(
-    blocks: Blocks,
-    times: Float[AnyArray, " time"],
-    weights: Float[AnyArray, " time"],
-    reach: Float[AnyArray, ""],
-) -> Float[Array, "3 time blocks 2"]:
-    """Return weighted columns of a run, and their derivatives by growth and by curvature.
+_Search = tuple[Solution, Array, Array]
+"""Solution, damping and number of steps."""
+
+
+def _columns(parameters: Array, time: Array, reach: Array) -> Array:
+    """Return both columns of a block at one time.
 
     Columns are e^{at} cos(bt) and e^{at} sin(bt) with b^2 the curvature, or two real exponentials.
-    The largest value of an exponential in the run is 1.
+    The largest value of an exponential in a run is 1.
     """
-    growth, curvature = blocks.parameters
-    times = times[:, None, None]
-    root = positive_or_one(jnp.sqrt(jnp.abs(curvature)))
-    signs = jnp.array([1.0, -1.0], root.dtype)
-    is_wave = (curvature > 0)[None, :, None]
+    growth, curvature = parameters
+    root = jnp.sqrt(positive_or_one(jnp.abs(curvature)))
     spread = jnp.where(curvature < 0, root, 0.0)
-    rates = growth[:, None] + spread[:, None] * signs[None]
-    scale = jnp.exp(times * rates[None] - reach * jnp.abs(rates)[None]) * weights[:, None, None]
-    is_column = jnp.stack([blocks.is_active, blocks.is_active & blocks.is_pair], -1)
-    scale = scale * is_column[None]
+    rates = jnp.stack([growth + spread, growth - spread])
+    wave = jnp.stack([jnp.cos(root * time), jnp.sin(root * time)])
+    scale = jnp.exp(time * rates - reach * jnp.abs(rates))
+    return scale * jnp.where(curvature > 0, wave, 1.0)
 
-    phase = times * root[None, :, None]
-    cosine = jnp.cos(phase)
-    sine = jnp.sin(phase)
-    columns = jnp.where(is_wave, jnp.concatenate([cosine, sine], -1), 1.0)
-    # Half of the derivative by the root, over the root.
-    waves = jnp.concatenate([-sine, cosine], -1)
-    slopes = jnp.where(is_wave, waves, -signs[None, None])
-    slopes = 0.5 * times / root[None, :, None] * slopes * blocks.is_pair[None, :, None]
-    return jnp.stack([columns, times * columns, slopes]) * scale[None]
+
+_columns_of = jnp.vectorize(_columns, signature="(p),(),()->(c)")
+_slopes_of = jnp.vectorize(jax.jacfwd(_columns), signature="(p),(),()->(c,p)")
 
 
 def project(samples: Samples, blocks: Blocks) -> Projection:
@@ -133,124 +111,101 @@ def project(samples: Samples, blocks: Blocks) -> Projection:
         Kaufman (1975), A variable projection method for solving separable nonlinear least squares
         problems. Golub and Pereyra (2003), Separable nonlinear least squares, section 2.
     """
-    states, times, weights, reach = samples
-    states = states * weights[..., None]
-    design = jax.vmap(_design, (None, 0, 0, 0), 2)(blocks, times, weights, reach)
-    _, num_times, num_runs, num_blocks, _ = design.shape
-    design = jnp.moveaxis(design, 2, 0)
-    columns = design[:, 0].reshape(num_runs, num_times, 2 * num_blocks)
-    slopes = jnp.moveaxis(design[:, 1:], 1, 2).reshape(num_runs, num_times, 4 * num_blocks)
-    # A zero column, of a block that is left out or of a run that pads, has a row to itself, so that
-    # the span of the others stays as it is.
-    norms = jnp.sqrt(jnp.sum(columns**2, 1))
-    unit = jnp.eye(2 * num_blocks, dtype=columns.dtype)[None]
-    extra_rows = (norms <= 0)[:, None] * unit
-    basis, root = jnp.linalg.qr(jnp.concatenate([columns, extra_rows], 1))
-    basis = basis[:, :num_times]
-    sizes = jnp.abs(jnp.diagonal(root, axis1=1, axis2=2))
-    is_regular = sizes > 100 * jnp.finfo(sizes.dtype).eps * norms
-    root = root + ~is_regular[:, :, None] * unit
-    targets = product(jnp.swapaxes(basis, 1, 2), jnp.concatenate([states, slopes], 2))
-    coefficients, slope_targets = jnp.split(targets, [states.shape[2]], 2)
-    coefficients = coefficients * is_regular[:, :, None]
-    amplitudes = jax.scipy.linalg.solve_triangular(root, coefficients)
-    residual = states - product(basis, coefficients)
-    slopes = slopes - product(basis, slope_targets)
+    num_blocks = len(blocks.is_column)
+    shape = (num_blocks, 2)
 
-    slopes = slopes.reshape(num_runs, num_times, 2, num_blocks, 2)
-    by_block = amplitudes.reshape(num_runs, num_blocks, 2, -1)
-    squares = jnp.einsum("riud,rjvd->riujv", by_block, by_block)
-    slope_squares = jnp.einsum("rtkiu,rtljv->rkiuljv", slopes, slopes)
-    curvatures = jnp.einsum("rkiuljv,riujv->kilj", slope_squares, squares)
-    slope_states = jnp.einsum("rtkiu,rtd->rkiud", slopes, residual)
-    gradient = jnp.einsum("rkiud,riud->ki", slope_states, by_block).ravel()
-    curvatures = curvatures.reshape(len(gradient), -1)
+    def of_run(states: Array, times: Array, weights: Array) -> tuple[Array, ...]:
+        arguments = (blocks.parameters[None], times[:, None], jnp.max(jnp.abs(times))[None, None])
+        used = weights[:, None, None] * blocks.is_column[None]
+        columns = (_columns_of(*arguments) * used).reshape(len(times), -1)
+        slopes = (_slopes_of(*arguments) * used[..., None]).reshape(len(times), -1)
+        # Rows of rounding below keep equal or missing columns apart.
+        rounding = rounding_unit(columns) ** 0.5 * jnp.eye(2 * num_blocks, dtype=columns.dtype)
+        basis, root = jnp.linalg.qr(jnp.concatenate([columns, rounding]))
+        basis = basis[: len(times)]
+        weighted = states * weights[:, None]
+        coefficients = product(basis.T, weighted)
+        residual = weighted - product(basis, coefficients)
+        amplitudes = jax.scipy.linalg.solve_triangular(root, coefficients)
+        slopes = slopes - product(basis, product(basis.T, slopes))
+
+        squares = product(amplitudes, amplitudes.T).reshape(shape * 2)
+        slope_squares = product(slopes.T, slopes).reshape((*shape, 2) * 2)
+        curvatures = jnp.einsum("icpjdq,icjd->ipjq", slope_squares, squares)
+        by_slope = product(slopes.T, residual).reshape(*shape, 2, -1)
+        gradient = jnp.einsum("icpd,icd->ip", by_slope, amplitudes.reshape(*shape, -1))
+        return residual, amplitudes, gradient, curvatures
+
+    residual, amplitudes, *sums = jax.vmap(of_run)(*samples[:3])
+    gradient = jnp.sum(sums[0], 0).ravel()
+    curvatures = jnp.sum(sums[1], 0).reshape(len(gradient), -1)
     return Projection(residual, jnp.sum(residual**2), amplitudes, gradient, curvatures)
 
 
-def _clipped(
-    parameters: Float[Array, "2 blocks"], is_pair: Bool[AnyArray, " blocks"], limits: Limits
-) -> Float[Array, "2 blocks"]:
-    """Return parameters whose rates and frequencies are within the limits."""
-    growth, curvature = parameters
-    growth = jnp.clip(growth, -limits.growth, limits.growth)
+def _clipped(blocks: Blocks, step: Array) -> Blocks:
+    """Return blocks whose rates and frequencies are resolved by the median step."""
+    growth, curvature = blocks.parameters.T
+    fastest = FASTEST / step
+    growth = jnp.clip(growth, -fastest, fastest)
     # Both real rates growth +- sqrt(-curvature) stay within the limit.
-    room = limits.growth - jnp.abs(growth)
-    curvature = jnp.clip(curvature, -(room**2), limits.frequency**2)
+    smallest_curvature = -((fastest - jnp.abs(growth)) ** 2)
+    curvature = jnp.clip(curvature, smallest_curvature, (jnp.pi / step) ** 2)
     # At 0 both columns of a pair are equal.
-    smallest = _smallest_curvature(curvature)
-    curvature = jnp.where(jnp.abs(curvature) < smallest, smallest, curvature)
-    return jnp.stack([growth, jnp.where(is_pair, curvature, 0.0)])
+    gap = rounding_unit(curvature) ** 0.5
+    curvature = jnp.where(jnp.abs(curvature) < gap, gap, curvature) * blocks.is_column[:, 1]
+    return blocks._replace(parameters=jnp.stack([growth, curvature], 1))
 
 
-def _smallest_curvature(array: Array) -> float:
-    return float(jnp.finfo(array.dtype).eps) ** 0.5
+def unknown_solution(samples: Samples, blocks: Blocks) -> Solution:
+    """Return a solution of infinite error, from which an optimisation starts."""
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(project, samples, blocks))
+    projection = zeros._replace(error=zeros.error + jnp.inf)
+    return Solution(blocks, projection, jnp.asarray(False))
 
 
-def unknown_projection(samples: Samples, blocks: Blocks) -> Projection:
-    """Return a projection of infinite error, from which an optimisation starts."""
-    structs = jax.eval_shape(project, samples, blocks)
-    zeros = jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), structs)
-    return zeros._replace(error=jnp.full_like(zeros.error, jnp.inf))
-
-
-class _Search(NamedTuple):
-    """State of the optimisation: the damping is in units of the diagonal of the curvatures."""
-
-    blocks: Blocks
-    projection: Projection
-    damping: Float[Array, ""]
-    has_converged: Bool[Array, ""]
-    num_steps: Int[Array, ""]
-
-
-def optimise(
-    samples: Samples, blocks: Blocks, limits: Limits, max_steps: Int[Array, ""]
-) -> Solution:
+def optimise(samples: Samples, blocks: Blocks, max_steps: int | Array) -> Solution:
     """Return the blocks of a local minimum of the squared error.
 
     References:
         Marquardt (1963), An algorithm for least-squares estimation of nonlinear parameters.
     """
-    eps = jnp.finfo(samples.states.dtype).eps
+    eps = rounding_unit(samples.states)
     floor = (10 * eps) ** 2 * jnp.sum((samples.states * samples.weights[..., None]) ** 2)
 
     def step(search: _Search) -> _Search:
-        blocks, projection, damping, _, num_steps = search
+        (blocks, projection, _), damping, num_steps = search
+        # The damping is in units of the diagonal of the curvatures.
         diagonal = jnp.diagonal(projection.curvatures)
         scale = 1 / jnp.sqrt(positive_or_one(diagonal))
         scaled = projection.curvatures * scale[:, None] * scale[None]
         damped = scaled + jnp.diag(jnp.where(diagonal > 0, damping + eps, 1.0))
         change = jnp.linalg.solve(damped, (projection.gradient * scale)[:, None])[:, 0] * scale
-        parameters = blocks.parameters + change.reshape(2, -1)
-        parameters = _clipped(parameters, blocks.is_pair, limits)
-        moved = blocks._replace(parameters=parameters)
+        parameters = blocks.parameters + change.reshape(-1, 2)
+        moved = _clipped(blocks._replace(parameters=parameters), samples.step)
         # At a limit the step is shorter, and so is the decrease that it promises.
-        change = (parameters - blocks.parameters).ravel()
+        change = (moved.parameters - blocks.parameters).ravel()
         decrease = jnp.abs(jnp.sum(change * projection.gradient))
         candidate = project(samples, moved)
         # Close to the minimum, rounding hides the decrease.
         is_better = candidate.error < projection.error * (1 + 4 * eps)
         is_small = decrease <= _TOLERANCE * projection.error + floor
-        is_small |= jnp.max(jnp.abs(change)) <= _smallest_curvature(change)
+        is_small |= jnp.max(jnp.abs(change)) <= eps**0.5
         has_converged = is_small & (damping < 0.1) & jnp.isfinite(projection.error)
         damping = jnp.where(is_better, damping / 8, damping * 4 + 1e-4)
-        blocks, projection = jax.tree.map(
-            lambda new, old: jnp.where(is_better, new, old),
-            (moved, candidate),
-            (blocks, projection),
-        )
-        return _Search(blocks, projection, damping, has_converged, num_steps + 1)
+        moved = Solution(moved, candidate, has_converged)
+        remaining = search[0]._replace(has_converged=has_converged)
+        return taken_if(is_better, moved, remaining), damping, num_steps + 1
 
-    def is_running(search: _Search) -> Bool[Array, ""]:
-        is_stuck = search.damping > 1e12
-        return ~search.has_converged & ~is_stuck & (search.num_steps < max_steps)
+    def is_running(search: _Search) -> Array:
+        solution, damping, num_steps = search
+        return ~solution.has_converged & (damping <= 1e12) & (num_steps < max_steps)
 
-    parameters = _clipped(jnp.asarray(blocks.parameters), blocks.is_pair, limits)
-    blocks = blocks._replace(parameters=parameters)
     # The first step has gradient zero and computes the projection of the start.
-    damping = jnp.asarray(1e-2, parameters.dtype)
-    projection = unknown_projection(samples, blocks)
-    start = _Search(blocks, projection, damping, jnp.asarray(False), jnp.asarray(0))
-    end = lax.while_loop(is_running, step, start)
-    return Solution(end.blocks, end.projection, end.has_converged)
+    start = unknown_solution(samples, _clipped(blocks, samples.step))
+    damping = jnp.full_like(samples.step, 1e-2)
+    return lax.while_loop(is_running, step, (start, damping, jnp.asarray(0)))[0]
+
+
+def taken_if(is_taken: Array, new: Solution, old: Solution) -> Solution:
+    """Return a solution if it is taken, else the old one."""
+    return jax.tree.map(partial(jnp.where, is_taken), new, old)
