@@ -71,11 +71,12 @@ def test_exponentials_draw_rates_and_dates():
     states += 0.05 * np.random.default_rng(0).normal(size=states.shape)
     frame = pd.DataFrame(states, days, columns=list("abcdef"))
     fitted = fit_exponentials(frame)
-    rates, _, shapes, forecast = panels(fitted.plot(30))
-    assert rates.get_xlabel() == "growth (1/day)"
-    drawn = rates.lines[-1]
-    np.testing.assert_allclose(drawn.get_xdata(), -0.05, atol=0.01)
-    np.testing.assert_allclose(np.abs(drawn.get_ydata()), 2, atol=0.01)
+    eigenvalues, rates, shapes, forecast = panels(fitted.plot(30))
+    drawn = eigenvalues.lines[-1]
+    expected = np.exp((-0.05 + 2j) / 12)
+    np.testing.assert_allclose(drawn.get_xdata(), expected.real, atol=0.01)
+    np.testing.assert_allclose(np.abs(drawn.get_ydata()), expected.imag, atol=0.01)
+    assert rates.get_ylabel() == "growth (1/day)"
     labels = [label.get_text() for label in shapes.get_xticklabels()]
     assert labels == list("abcdef")
     assert forecast.get_xlabel() == "date"
