@@ -1,9 +1,8 @@
 """Intervals of rates from deleted blocks, and gates that withhold those that cannot be right."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Complex, Float, Int
 from scipy.special import stdtrit
 
 from koopman._models._block_sums import MIN_BLOCKS, TENTHS, Replicates
@@ -22,7 +21,6 @@ DELAYS_LIMIT = 2.5
 CLUSTER_LIMIT = 0.05
 BIAS_SHARE = 0.2
 """Share of the difference between tenths and all data that is added to an interval."""
-BELOW_NOISE = "below the noise floor"
 _FAR = 1e30  # in float32 too
 
 
@@ -34,18 +32,14 @@ class Intervals(NamedTuple):
         growth: log |lambda| / time, with ends: [3, modes].
         frequency: Cycles per unit of time, with ends: [3, modes].
         reason: Reason of every mode that is not resolved, or "".
-        standard_error: Jackknife error of lambda, [modes].
     """
 
-    index: Int[np.ndarray, " modes"]
-    growth: Float[np.ndarray, "3 modes"]
-    frequency: Float[np.ndarray, "3 modes"]
+    index: Any
+    growth: np.ndarray
+    frequency: np.ndarray
     reason: list[str]
-    standard_error: Float[np.ndarray, " modes"]
 
-    def with_share(
-        self, share: Float[np.ndarray, " r"], eigenvalues: Complex[np.ndarray, " r"]
-    ) -> RateEstimates:
+    def with_share(self, share: np.ndarray, eigenvalues: np.ndarray) -> RateEstimates:
         """Return the estimates with shares, which are added up for conjugate pairs."""
         is_pair = np.imag(eigenvalues[self.index]) > 0
         total = np.where(is_pair, 2.0, 1.0) * share[self.index]
@@ -70,7 +64,7 @@ def few_pairs(num_pairs: int, num_latent: int, residual: float) -> str:
 
 
 def rate_intervals(
-    eigenvalues: Complex[np.ndarray, " r"],
+    eigenvalues: np.ndarray,
     replicates: Replicates | None,
     richer: Replicates | None,
     *,
@@ -99,19 +93,17 @@ def rate_intervals(
         memory: Lags that the delays span, if all latent functions are used; else 0.
     """
     index = np.flatnonzero(np.imag(eigenvalues) >= 0)
-    centre = _rates(eigenvalues[index], time)
-    undefined = np.full_like(centre, np.nan)
+    reference = eigenvalues[index]
+    centre = _rates(reference, time)
     reason = few_pairs(num_pairs, num_latent, residual)
     if not reason and replicates is None:
         reason = f"fewer than {MIN_BLOCKS} blocks: record longer, or more runs"
-    elif not reason and richer is None:
+    if not reason and richer is None:
         reason = "runs too short for a check with twice the delays"
     if reason or replicates is None or richer is None:
-        reasons = [reason] * len(index)
-        return _intervals(index, centre, undefined, reasons, undefined[:, 0])
+        return _intervals(index, centre, np.full_like(centre, np.nan), [reason] * len(index))
 
     num_blocks = replicates.num_blocks
-    reference = eigenvalues[index]
     deleted = matched(eigenvalues, replicates.eigenvalues[1 : 1 + num_blocks])[:, index]
     tenths = matched(eigenvalues, replicates.eigenvalues[-TENTHS:])[:, index]
     later = matched(eigenvalues**2, replicates.eigenvalues_later[: 1 + num_blocks])[:, index]
@@ -119,88 +111,72 @@ def rate_intervals(
     error = jackknife_error(deleted)
     rounding = np.finfo(replicates.eigenvalues.dtype).eps ** 0.5 / time
 
-    rates = _rates(deleted, time)
-    deviation = jackknife_error(rates)
+    estimates = np.concatenate([reference[None], deleted])
+    rates = _rates(estimates, time)
+    deviation = jackknife_error(rates[1:])
     tenth_rates = _rates(tenths, time)
     shift = np.abs(np.mean(tenth_rates, 0) - centre)
     spread = np.std(tenth_rates, 0, ddof=1) / TENTHS**0.5
-    width = student_quantile(rates, level) * deviation + BIAS_SHARE * shift
+    width = student_quantile(rates[1:], level) * deviation + BIAS_SHARE * shift
     with np.errstate(divide="ignore", invalid="ignore"):
-        mismatch = np.log(later[0] / reference**2) / 2
-        mismatches = np.log(later[1:] / deleted**2) / 2
-    richer_rates = _rates(richer_values, time)
+        mismatch = np.log(later / estimates**2) / (2 * time)
+    mismatch = np.stack([np.real(mismatch), np.imag(mismatch)], -1)
+    difference = _rates(richer_values, time) - rates
 
-    is_negative = (np.imag(reference) == 0) & (np.real(reference) < 0)
     is_changed = (np.imag(deleted) == 0) != (np.imag(reference) == 0)
     is_faded = np.abs(reference) ** memory * num_pairs**0.5 < FADED_LIMIT
+
+    def is_below(difference: np.ndarray, error: np.ndarray, limit: float) -> np.ndarray:
+        """Return True where differences [modes, 2] are below a multiple of their errors."""
+        return np.all(np.abs(difference) <= limit * np.maximum(error, rounding), -1)
+
     # A comparison with NaN is False, so that undefined replicates fail.
     passes = {
-        BELOW_NOISE: np.abs(reference) >= ZERO_LIMIT * error,
-        "at or beyond Nyquist: shorten the lag": ~is_negative,
+        "below the noise floor": np.abs(reference) >= ZERO_LIMIT * error,
+        "at or beyond Nyquist: shorten the lag": np.abs(np.angle(reference)) < np.pi,
         "two real rates or one frequency, by chance: record longer": (
             np.mean(is_changed, 0) <= CLUSTER_LIMIT
         ),
         "it decays within the delays: take fewer, or a lower rank": (
             ~is_faded | (memory <= 1) | (residual < EXACT)
         ),
-        "it drifts with the length of the data: record longer": _is_below(
-            shift, np.maximum(deviation, spread), LENGTH_LIMIT, rounding
+        "it drifts with the length of the data: record longer": is_below(
+            shift, np.maximum(deviation, spread), LENGTH_LIMIT
         ),
-        "twice the lag disagrees (noise, or features are missing): take more delays": _is_below(
-            _components(mismatch),
-            jackknife_error(_components(mismatches)),
-            LAG_LIMIT,
-            rounding * time,
+        "twice the lag disagrees (noise, or features are missing): take more delays": is_below(
+            mismatch[0], jackknife_error(mismatch[1:]), LAG_LIMIT
         ),
-        "twice the delays disagree: take more delays": _is_below(
-            richer_rates[0] - centre,
-            jackknife_error(richer_rates[1:] - rates),
-            DELAYS_LIMIT,
-            rounding,
+        "twice the delays disagree: take more delays": is_below(
+            difference[0], jackknife_error(difference[1:]), DELAYS_LIMIT
         ),
     }
-    reasons = []
-    for mode in range(len(index)):
-        failures = [name for name, is_passed in passes.items() if not is_passed[mode]]
-        reasons.append(failures[0] if failures else "")
-    return _intervals(index, centre, width, reasons, error)
+    is_failed = ~np.stack(list(passes.values()))
+    reasons = np.select(list(is_failed), list(passes), "").tolist()
+    return _intervals(index, centre, width, reasons)
 
 
 def _intervals(
-    index: np.ndarray, centre: np.ndarray, width: np.ndarray, reasons: list[str], error: np.ndarray
+    index: np.ndarray, centre: np.ndarray, width: np.ndarray, reasons: list[str]
 ) -> Intervals:
     """Return intervals of growth and angular frequency [modes, 2], the latter in cycles."""
     ends = np.stack([centre, centre - width, centre + width])
     growth = ends[..., 0]
     frequency = ends[..., 1] / (2 * np.pi)
     frequency[1] = np.maximum(frequency[1], 0.0)
-    return Intervals(index, growth, frequency, reasons, error)
+    return Intervals(index, growth, frequency, reasons)
 
 
-def _is_below(
-    difference: np.ndarray, error: np.ndarray, limit: float, rounding: float
-) -> Bool[np.ndarray, " modes"]:
-    """Return True where differences [modes, 2] are below a multiple of their errors."""
-    return np.all(np.abs(difference) <= limit * np.maximum(error, rounding), -1)
-
-
-def _components(values: np.ndarray) -> Float[np.ndarray, "*k 2"]:
-    return np.stack([np.real(values), np.imag(values)], -1)
-
-
-def _rates(values: np.ndarray, time: float) -> Float[np.ndarray, "*k 2"]:
-    """Return growth and angular frequency of eigenvalues."""
+def _rates(values: np.ndarray, time: float) -> np.ndarray:
+    """Return growth and angular frequency of eigenvalues, [..., 2]."""
     with np.errstate(divide="ignore"):
         growth = np.log(np.abs(values))
     return np.stack([growth, np.abs(np.angle(values))], -1) / time
 
 
-def matched(
-    reference: Complex[np.ndarray, " r"], values: Complex[np.ndarray, "M k"]
-) -> Complex[np.ndarray, "M r"]:
-    """Return the values that a linear assignment on |lambda - lambda*| gives to the references.
+def matched(reference: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the values [M, r] that a linear assignment on |lambda - lambda*| gives to references.
 
-    Values that are not finite come last, and NaN stands for missing ones.
+    Values [M, k] that are not finite come last, and NaN stands for missing ones.
     """
     # Here, because it takes a fifth of a second.
     from scipy.optimize import linear_sum_assignment
@@ -217,15 +193,13 @@ def matched(
     return np.take_along_axis(values, nearest, 1)
 
 
-def jackknife_error(values: np.ndarray) -> Float[np.ndarray, "*modes"]:
+def jackknife_error(values: np.ndarray) -> np.ndarray:
     """Return sqrt((N - 1) / N sum |g_j - mean|^2) over replicates, [N, modes]."""
     deviations = np.abs(values - np.mean(values, 0))
     return np.sqrt((len(values) - 1) * np.mean(deviations**2, 0))
 
 
-def student_quantile(
-    values: Float[np.ndarray, "N *modes"], level: float | np.ndarray
-) -> Float[np.ndarray, "*modes"]:
+def student_quantile(values: np.ndarray, level: float | np.ndarray) -> np.ndarray:
     """Return Student's quantile, with degrees of freedom by the kurtosis of the replicates."""
     num_blocks = len(values)
     squares = (values - np.mean(values, 0)) ** 2
