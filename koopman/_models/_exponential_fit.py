@@ -120,7 +120,7 @@ def project(samples: Samples, blocks: Blocks) -> Projection:
         columns = (_columns_of(*arguments) * used).reshape(len(times), -1)
         slopes = (_slopes_of(*arguments) * used[..., None]).reshape(len(times), -1)
         # Rows of rounding below keep equal or missing columns apart.
-        rounding = rounding_unit(columns) ** 0.5 * jnp.eye(2 * num_blocks, dtype=columns.dtype)
+        rounding = 100 * rounding_unit(columns) * jnp.eye(2 * num_blocks, dtype=columns.dtype)
         basis, root = jnp.linalg.qr(jnp.concatenate([columns, rounding]))
         basis = basis[: len(times)]
         weighted = states * weights[:, None]

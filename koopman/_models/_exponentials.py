@@ -1,20 +1,19 @@
 """Sums of exponentials of noisy trajectories at any times: optimised DMD with intervals."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import numpy as np
 import xarray
-from jaxtyping import Complex, Float
 
 from dissociation._core.checks import check_count, check_finite, check_level, fail, fail_kind
 from dissociation._core.columns import Reading
 from koopman._models._exponential_fit import FASTEST, Samples, Solution
 from koopman._models._exponential_start import KEPT_WEIGHT, reweighted, start_and_fit
-from koopman._models._intervals import jackknife_error, student_quantile
+from koopman._models._intervals import estimates_of, jackknife_error, student_quantile
 from koopman._models._lifting import next_power, threshold_rank, working_dtype
-from koopman._models._rates import RateEstimates, rates_dataset, rates_summary
+from koopman._models._rates import rates_dataset, rates_summary
 from koopman._models._trajectories import (
     Trajectories,
     as_dates,
@@ -46,25 +45,23 @@ class Exponentials(eqx.Module):
         trajectories: Runs of the fit.
     """
 
-    amplitudes: Complex[np.ndarray, "runs modes d"]
-    share: Float[np.ndarray, " modes"]
+    amplitudes: np.ndarray
+    share: np.ndarray
     rank: int = eqx.field(static=True)
     trajectories: Trajectories
-    _rates: Complex[np.ndarray, "fits modes"]
-    _amplitudes: Complex[np.ndarray, "fits runs modes k"]
-    _basis: Float[np.ndarray, "k d"]
+    _fits: "_Fits"
     _reasons: list[str]
-    _residuals: Float[np.ndarray, "rows d"]
+    _residuals: np.ndarray
 
     @property
-    def growth(self) -> Float[np.ndarray, " modes"]:
+    def growth(self) -> np.ndarray:
         """Growth of every mode per unit of time, a conjugate pair once."""
-        return np.real(self._rates[0])
+        return np.real(self._fits.rates[0])
 
     @property
-    def angular_frequency(self) -> Float[np.ndarray, " modes"]:
+    def angular_frequency(self) -> np.ndarray:
         """Angular frequency of every mode, 0 or more."""
-        return np.imag(self._rates[0])
+        return np.imag(self._fits.rates[0])
 
     def rates(self, level: float = 0.9) -> xarray.Dataset:
         """Return growth, frequency and time scale of every mode, with intervals.
@@ -80,12 +77,9 @@ class Exponentials(eqx.Module):
             `reason`.
         """
         check_level(level)
-        ends = []
-        for values in (np.real(self._rates), np.imag(self._rates) / (2 * np.pi)):
-            half_width = _half_width(values, level)
-            ends += [values[0], values[0] - half_width, values[0] + half_width]
-        ends[4] = np.maximum(ends[4], 0.0)
-        estimates = RateEstimates._make([*ends, self.share, self._reasons])
+        rates = np.stack([np.real(self._fits.rates), np.imag(self._fits.rates)], -1)
+        width = _half_width(rates, level)
+        estimates = estimates_of(rates[0], width, self.share, self._reasons)
         return rates_dataset(estimates, self.trajectories.unit, level)
 
     def summary(self) -> str:
@@ -106,33 +100,29 @@ class Exponentials(eqx.Module):
         """
         check_level(level)
         trajectories = self.trajectories
-        arrays = []
-        for array in _times_of_runs(times, len(trajectories.runs)):
-            arrays.append(_as_numbers(array, trajectories.has_dates))
-        run_times = np.full((len(arrays), max(map(len, arrays))), np.nan)
-        for row, array in zip(run_times, arrays, strict=True):
-            row[: len(array)] = array
-        waves = _waves(self._rates, self._amplitudes, run_times, trajectories)
-        states = waves.sum(3) @ self._basis
-        mean = states[0]
-        half_width = _half_width(states, level)
         tails = np.array([0.5 - 0.5 * level, 0.5 + 0.5 * level])
         noise = np.quantile(self._residuals, tails, axis=0)
-        bands = {
-            "mean": mean,
-            "mean_low": mean - half_width,
-            "mean_high": mean + half_width,
-            "low": mean - np.hypot(half_width, noise[0]),
-            "high": mean + np.hypot(half_width, noise[1]),
-        }
-        dims = ("run", "step", "column")
-        coords = {
-            "run": list(trajectories.labels),
-            "column": list(trajectories.columns),
-            "time": (("run", "step"), as_dates(run_times, trajectories.has_dates)),
-        }
-        variables = {name: (dims, values) for name, values in bands.items()}
-        dataset = xarray.Dataset(variables, coords, {"unit": trajectories.unit})
+        datasets = []
+        for run, array in enumerate(_times_of_runs(times, len(trajectories.runs))):
+            numbers = _as_numbers(array, trajectories.has_dates)
+            states = self._fits.waves(run, numbers).sum(2) @ self._fits.basis
+            mean = states[0]
+            half_width = _half_width(states, level)
+            bands = {
+                "mean": mean,
+                "mean_low": mean - half_width,
+                "mean_high": mean + half_width,
+                "low": mean - np.hypot(half_width, noise[0]),
+                "high": mean + np.hypot(half_width, noise[1]),
+            }
+            variables = {name: (("step", "column"), values) for name, values in bands.items()}
+            time = ("step", as_dates(numbers, trajectories.has_dates))
+            coords = {"step": np.arange(len(numbers)), "time": time}
+            datasets.append(xarray.Dataset(variables, coords))
+        dataset = xarray.concat(datasets, "run", join="outer")
+        labels = {"run": list(trajectories.labels), "column": list(trajectories.columns)}
+        dataset = dataset.drop_vars("step").assign_coords(labels)
+        dataset.attrs["unit"] = trajectories.unit
         return dataset.transpose("step", "run", "column")
 
     def plot(self, steps: int = 50) -> Any:
@@ -191,7 +181,9 @@ def fit_exponentials(
     """
     reading = Reading(time, run, None, takes_names=True)
     samples = drop_missing(_with_times(read_trajectories(trajectories, reading), times))
-    _check_rising(samples)
+    shortest = min(map(len, samples.runs))
+    if shortest < 2:
+        fail("trajectories", "have two rows or more in every run", shortest)
     problem = _Problem(samples)
     if rank is None:
         rank, fit = problem.automatic()
@@ -230,24 +222,20 @@ def _with_times(trajectories: Trajectories, times: Any) -> Trajectories:
         return trajectories
     listed = _times_of_runs(times, len(trajectories.runs))
     has_dates = listed[0].dtype.kind == "M"
-    arrays = [_as_numbers(array, has_dates) for array in listed]
+    arrays = []
     for index, states in enumerate(trajectories.runs):
-        if len(arrays[index]) != len(states):
-            fail("times", f"have the {len(states)} times of run {index}", len(arrays[index]))
+        array = _as_numbers(listed[index], has_dates)
+        arrays.append(array)
+        if len(array) != len(states):
+            fail("times", f"have the {len(states)} times of run {index}", len(array))
+        falls = np.flatnonzero(np.diff(array) <= 0)
+        if len(falls):
+            received = f"{array[falls[0]]:.6g} before {array[falls[0] + 1]:.6g}"
+            advice = "Sort the rows, or pass runs as a list"
+            fail("times", f"rise within run {index}", received, advice)
     step = float(np.median(np.concatenate(list(map(np.diff, arrays)))))
     unit = "day" if has_dates else "time"
     return trajectories._replace(times=arrays, time_step=step, unit=unit, has_dates=has_dates)
-
-
-def _check_rising(trajectories: Trajectories) -> None:
-    """Raise unless the times of every run rise."""
-    for index, times in enumerate(trajectories.times):
-        falls = np.flatnonzero(np.diff(times) <= 0)
-        if len(falls) or len(times) < 2:
-            pair = times[falls[0] : falls[0] + 2] if len(falls) else times
-            received = " before ".join(f"{time:.6g}" for time in pair)
-            advice = "Sort the rows, and name runs by `run` or pass a list"
-            fail("times", f"rise within run {index} of two rows or more", received, advice)
 
 
 class _Problem:
@@ -258,14 +246,16 @@ class _Problem:
         self.trajectories = trajectories
         self.lengths = np.array(list(map(len, runs)))
         left, sizes, self.basis = np.linalg.svd(np.concatenate(runs), full_matrices=False)
-        middles, reach = _spans(trajectories)
-        self.unit_time = reach.max()
+        ends = np.array([times[[0, -1]] for times in trajectories.times])
+        self.middles = ends.mean(1)
+        self.reach = ends[:, 1] - self.middles
+        self.unit_time = self.reach.max()
         shape = (len(runs), next_power(int(self.lengths.max())))
         self.is_row = np.arange(shape[1]) < self.lengths[:, None]
         states = np.zeros((*shape, next_power(len(sizes))))
         states[self.is_row, : len(sizes)] = left * sizes
         times = np.zeros(shape)
-        elapsed = np.concatenate(trajectories.times) - np.repeat(middles, self.lengths)
+        elapsed = np.concatenate(trajectories.times) - np.repeat(self.middles, self.lengths)
         times[self.is_row] = elapsed / self.unit_time
         step = trajectories.time_step / self.unit_time
         arrays = [states, times, self.is_row, np.asarray(step)]
@@ -316,10 +306,33 @@ class _Problem:
         return smallest, fits[0]
 
 
-def _spans(trajectories: Trajectories) -> tuple[np.ndarray, np.ndarray]:
-    """Return the middle and half of the length of every run in time."""
-    ends = np.array([times[[0, -1]] for times in trajectories.times])
-    return ends.mean(1), 0.5 * (ends[:, 1] - ends[:, 0])
+class _Fits(NamedTuple):
+    """Complex modes of the fit, and of its replicates: modes are those of the fit.
+
+    A run is the sum of Re(amplitude exp(rate (t - middle))), with amplitudes multiplied by the
+    largest modulus of the exponential in the run.
+
+    Attributes:
+        rates: Rates per unit of time, [fits, modes].
+        amplitudes: Amplitudes in principal components, [fits, runs, modes, k].
+        basis: Principal components, [k, d].
+        middles: Middle of the times of every run, [runs].
+        reach: Half of the length of every run in time, [runs].
+    """
+
+    rates: np.ndarray
+    amplitudes: np.ndarray
+    basis: np.ndarray
+    middles: np.ndarray
+    reach: np.ndarray
+
+    def waves(self, run: int, times: np.ndarray) -> np.ndarray:
+        """Return what every mode contributes to the states of a run, [fits, time, modes, k]."""
+        rates = self.rates[:, None]
+        exponents = rates * (times - self.middles[run])[:, None]
+        exponents = exponents - np.abs(np.real(rates)) * self.reach[run]
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.real(np.exp(exponents)[..., None] * self.amplitudes[:, run, None])
 
 
 def _exponentials(problem: _Problem, solution: Solution, power: Any, rank: int) -> Exponentials:
@@ -336,39 +349,32 @@ def _exponentials(problem: _Problem, solution: Solution, power: Any, rank: int) 
         blocks[problem.is_row] = position * _NUM_BLOCKS // (position[-1] + 1)
         fits = reweighted(problem.samples, solution.blocks, blocks, np.arange(_NUM_BLOCKS))
         stacked = jax.tree.map(lambda *leaves: np.concatenate(leaves), stacked, fits)
-    rates, amplitudes = _complex_modes(stacked, len(problem.basis))
-    rates = rates / problem.unit_time
-    run_times = np.full(problem.is_row.shape, np.nan)
-    run_times[problem.is_row] = np.concatenate(trajectories.times)
-    waves = _waves(rates[:1], amplitudes[:1], run_times, trajectories)[0][problem.is_row]
+    fits = _complex_fits(stacked, problem)
+    waves = []
+    for run, times in enumerate(trajectories.times):
+        waves.append(fits.waves(run, times)[0])
+    waves = np.concatenate(waves)
     residuals = np.concatenate(trajectories.runs) - waves.sum(1) @ problem.basis
     ratio = residuals.size / problem.num_free(rank)
     is_noise = np.sum(waves**2, (0, 2)) < _NOISE_PEAKS * float(power)
-    _, reach = _spans(trajectories)
-    scale = np.exp(-np.abs(np.real(rates[0])) * reach[:, None])
+    scale = np.exp(-np.abs(np.real(fits.rates[0])) * problem.reach[:, None])
     return Exponentials(
-        amplitudes=(amplitudes[0] * scale[..., None]) @ problem.basis,
+        amplitudes=(fits.amplitudes[0] * scale[..., None]) @ problem.basis,
         share=_shares(waves),
         rank=rank,
         trajectories=trajectories,
-        _rates=rates,
-        _amplitudes=amplitudes,
-        _basis=problem.basis,
-        _reasons=_reasons(rates * float(trajectories.time_step), stacked, is_noise),
+        _fits=fits,
+        _reasons=_reasons(fits.rates * trajectories.time_step, stacked, is_noise),
         _residuals=residuals * np.sqrt(ratio),
     )
 
 
-def _complex_modes(stacked: Any, num_components: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return complex rates [fits, modes] and amplitudes [fits, runs, modes, k] of stacked fits.
-
-    A run is the sum of Re(amplitude exp(rate (t - middle))). Amplitudes are multiplied by the
-    largest modulus of the exponential in the run. Modes are those of the first fit.
-    """
+def _complex_fits(stacked: Any, problem: _Problem) -> _Fits:
+    """Return the complex modes of stacked fits."""
     growth, curvature = np.moveaxis(stacked.blocks.parameters, 2, 0)
     root = np.sqrt((-curvature).astype(complex))
     rates = np.stack([growth + root, growth - root], -1)
-    amplitudes = stacked.projection.amplitudes[..., :num_components].astype(complex)
+    amplitudes = stacked.projection.amplitudes[..., : len(problem.basis)].astype(complex)
     amplitudes = amplitudes.reshape(*amplitudes.shape[:2], *rates.shape[1:], -1)
     # The second column of a conjugate pair is a sine.
     sine = amplitudes[..., 1, :] * (curvature > 0)[:, None, :, None]
@@ -376,19 +382,13 @@ def _complex_modes(stacked: Any, num_components: int) -> tuple[np.ndarray, np.nd
     amplitudes[..., 1, :] -= sine
     is_mode = np.array(stacked.blocks.is_column[0])
     is_mode[:, 1] &= curvature[0] <= 0
-    return rates[:, is_mode], amplitudes[:, :, is_mode]
-
-
-def _waves(
-    rates: np.ndarray, amplitudes: np.ndarray, times: np.ndarray, trajectories: Trajectories
-) -> Float[np.ndarray, "fits runs time modes k"]:
-    """Return what every mode contributes to the states, at times [runs, time]."""
-    middles, reach = _spans(trajectories)
-    rates = rates[:, None, None]
-    exponents = rates * (times - middles[:, None])[..., None]
-    exponents = exponents - np.abs(np.real(rates)) * reach[:, None, None]
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.real(np.exp(exponents)[..., None] * amplitudes[:, :, None])
+    return _Fits(
+        rates[:, is_mode] / problem.unit_time,
+        amplitudes[:, :, is_mode],
+        problem.basis,
+        problem.middles,
+        problem.reach,
+    )
 
 
 def _half_width(values: np.ndarray, level: float) -> np.ndarray:
@@ -400,8 +400,8 @@ def _half_width(values: np.ndarray, level: float) -> np.ndarray:
     return student_quantile(replicates, level) * error
 
 
-def _shares(waves: Float[np.ndarray, "rows modes k"]) -> Float[np.ndarray, " modes"]:
-    """Return the share of every mode in the variance of the fit."""
+def _shares(waves: np.ndarray) -> np.ndarray:
+    """Return the share of every mode in the variance of the fit, from waves [rows, modes, k]."""
     centred = waves - waves.mean(0)
     total = centred.sum(1)
     products = np.einsum("nmk,nk->m", centred, total)

@@ -29,21 +29,30 @@ class Intervals(NamedTuple):
 
     Attributes:
         index: Index of the eigenvalue with imaginary part 0 or more, [modes].
-        growth: log |lambda| / time, with ends: [3, modes].
-        frequency: Cycles per unit of time, with ends: [3, modes].
+        centre: Growth and angular frequency, [modes, 2].
+        width: Half of the lengths of their intervals, [modes, 2].
         reason: Reason of every mode that is not resolved, or "".
     """
 
     index: Any
-    growth: np.ndarray
-    frequency: np.ndarray
+    centre: np.ndarray
+    width: np.ndarray
     reason: list[str]
 
     def with_share(self, share: np.ndarray, eigenvalues: np.ndarray) -> RateEstimates:
         """Return the estimates with shares, which are added up for conjugate pairs."""
         is_pair = np.imag(eigenvalues[self.index]) > 0
         total = np.where(is_pair, 2.0, 1.0) * share[self.index]
-        return RateEstimates._make([*self.growth, *self.frequency, total, self.reason])
+        return estimates_of(self.centre, self.width, total, self.reason)
+
+
+def estimates_of(
+    centre: np.ndarray, width: np.ndarray, share: np.ndarray, reasons: list[str]
+) -> RateEstimates:
+    """Return estimates of growth and angular frequency [modes, 2], the latter in cycles."""
+    ends = np.stack([centre, centre - width, centre + width], 1) / np.array([[[1, 2 * np.pi]]])
+    ends[:, 1, 1] = np.maximum(ends[:, 1, 1], 0.0)
+    return RateEstimates._make([*ends[..., 0].T, *ends[..., 1].T, share, reasons])
 
 
 def few_pairs(num_pairs: int, num_latent: int, residual: float) -> str:
@@ -101,7 +110,7 @@ def rate_intervals(
     if not reason and richer is None:
         reason = "runs too short for a check with twice the delays"
     if reason or replicates is None or richer is None:
-        return _intervals(index, centre, np.full_like(centre, np.nan), [reason] * len(index))
+        return Intervals(index, centre, np.full_like(centre, np.nan), [reason] * len(index))
 
     num_blocks = replicates.num_blocks
     deleted = matched(eigenvalues, replicates.eigenvalues[1 : 1 + num_blocks])[:, index]
@@ -121,7 +130,11 @@ def rate_intervals(
     with np.errstate(divide="ignore", invalid="ignore"):
         mismatch = np.log(later / estimates**2) / (2 * time)
     mismatch = np.stack([np.real(mismatch), np.imag(mismatch)], -1)
-    difference = _rates(richer_values, time) - rates
+    richer_rates = _rates(richer_values, time)
+    difference = richer_rates - rates
+    # Estimates far from right have large errors, which hide the difference.
+    richer_error = 2 * jackknife_error(richer_rates[1:])
+    difference_error = np.minimum(jackknife_error(difference[1:]), richer_error)
 
     is_changed = (np.imag(deleted) == 0) != (np.imag(reference) == 0)
     is_faded = np.abs(reference) ** memory * num_pairs**0.5 < FADED_LIMIT
@@ -147,23 +160,12 @@ def rate_intervals(
             mismatch[0], jackknife_error(mismatch[1:]), LAG_LIMIT
         ),
         "twice the delays disagree: take more delays": is_below(
-            difference[0], jackknife_error(difference[1:]), DELAYS_LIMIT
+            difference[0], difference_error, DELAYS_LIMIT
         ),
     }
     is_failed = ~np.stack(list(passes.values()))
     reasons = np.select(list(is_failed), list(passes), "").tolist()
-    return _intervals(index, centre, width, reasons)
-
-
-def _intervals(
-    index: np.ndarray, centre: np.ndarray, width: np.ndarray, reasons: list[str]
-) -> Intervals:
-    """Return intervals of growth and angular frequency [modes, 2], the latter in cycles."""
-    ends = np.stack([centre, centre - width, centre + width])
-    growth = ends[..., 0]
-    frequency = ends[..., 1] / (2 * np.pi)
-    frequency[1] = np.maximum(frequency[1], 0.0)
-    return Intervals(index, growth, frequency, reasons)
+    return Intervals(index, centre, width, reasons)
 
 
 def _rates(values: np.ndarray, time: float) -> np.ndarray:

@@ -203,7 +203,7 @@ def test_too_few_blocks_are_a_reason():
         residual=1.0,
     )
     assert "fewer than 20 blocks" in intervals.reason[0]
-    assert np.isnan(intervals.growth[1:]).all()
+    assert np.isnan(intervals.width).all()
 
 
 @pytest.mark.full
