@@ -50,17 +50,9 @@ def as_trajectories(name: str, value: Any, reading: Reading, *, is_single: bool)
     tables = list(value) if is_list else [value]
     reading = checked_names(reading)
     if not any(map(is_table, tables)):
-        labels = {"time": reading.time, "run": reading.run, "columns": reading.columns}
-        named = [argument for argument, label in labels.items() if label is not None]
-        if named:
-            fail(named[0], f"be None unless `{name}` is a frame", repr(labels[named[0]]))
+        check_unnamed(name, reading)
         return value
-    orders = dict.fromkeys(state_labels(table, reading) for table in tables)
-    orders.pop((), None)  # of tables without labels
-    if len(orders) > 1:
-        words = " and ".join(str(list(order)) for order in orders)
-        fail(name, "hold frames of the same columns in one order", words)
-
+    common_labels(name, tables, reading)
     runs = _even_runs(name, tables, reading, is_list)
     if is_list:
         return runs
@@ -69,6 +61,24 @@ def as_trajectories(name: str, value: Any, reading: Reading, *, is_single: bool)
     num_levels = getattr(getattr(value, "index", None), "nlevels", 1)
     is_split = len(runs) > 1 or reading.run is not None or num_levels > 1
     return runs if is_split and not is_single else runs[0]
+
+
+def check_unnamed(name: str, reading: Reading) -> None:
+    """Raise if the reading of a value that is no frame has names."""
+    for argument in ("time", "run", "columns"):
+        label = getattr(reading, argument)
+        if label is not None:
+            fail(argument, f"be None unless `{name}` is a frame", repr(label))
+
+
+def common_labels(name: str, tables: list[Any], reading: Reading) -> tuple[Any, ...]:
+    """Return the labels of the states of all tables, empty without labels."""
+    orders = dict.fromkeys(state_labels(table, reading) for table in tables)
+    orders.pop((), None)  # of tables without labels
+    if len(orders) > 1:
+        words = " and ".join(str(list(order)) for order in orders)
+        fail(name, "hold frames of the same columns in one order", words)
+    return next(iter(orders), ())
 
 
 def _even_runs(name: str, tables: list[Any], reading: Reading, is_list: bool) -> list[Any]:
@@ -445,21 +455,16 @@ def _advice_on_rows(run: TabulatedRun) -> str:
     return f"{run.without} counts rows as steps"
 
 
-def has_even_steps(index: Any, times: np.ndarray) -> bool:
-    """Return True if times have even steps, or those of a calendar, such as months."""
-    with warnings.catch_warnings():  # pandas 3 warns that `inferred_freq` will change its type
-        warnings.simplefilter("ignore")
-        is_calendar = getattr(index, "inferred_freq", None) is not None
-    return is_calendar or are_even(times)
-
-
 def _check_steps(run: TabulatedRun, time_steps: list[Any]) -> None:
     """Raise unless times increase in even steps, and append kind, mean and spread of the steps."""
     index, times = rising_times(run)
     if len(times) < 2:
         return
     steps = np.diff(times.astype(float) if times.dtype.kind == "u" else times)
-    if not has_even_steps(index, times):
+    with warnings.catch_warnings():  # pandas 3 warns that `inferred_freq` will change its type
+        warnings.simplefilter("ignore")
+        is_calendar = getattr(index, "inferred_freq", None) is not None  # months are even, too
+    if not is_calendar and not are_even(times):
         order = np.argsort(steps)
         i = int(order[-1])
         j = int(order[len(steps) // 2])

@@ -12,7 +12,7 @@ from dissociation._core.checks import fail
 from dissociation._core.linalg import product
 from koopman._models._block_sums import Replicates
 from koopman._models._intervals import jackknife_error, student_quantile
-from koopman._models._lifting import StateBasis, padded
+from koopman._models._lifting import Lifting, StateBasis, padded
 from koopman._operators._operator import Operator
 
 _FEEDBACK = 1e-7
@@ -42,63 +42,52 @@ def of_operator(operator: Operator) -> Dynamics:
     encode: Any = operator.encode
     fields = [encode.offset, encode.matrix, operator.core, operator.drift]
     fields += [operator.readout, operator.mean_observable]
-    return _without_inputs([np.asarray(field)[None] for field in fields])
+    return _without_inputs(*(np.asarray(field)[None] for field in fields))
 
 
 def of_replicates(replicates: Replicates, scale: np.ndarray) -> Dynamics:
     """Return the dynamics of replicates on features of root mean squares `scale`."""
-    fields = [np.asarray(field) for field in replicates[:6]]
-    fields[0] = fields[0] * scale
-    fields[1] = fields[1] / scale[:, None]
-    return _without_inputs(fields)
+    mean, project, *fields = map(np.asarray, replicates[:6])
+    return _without_inputs(mean * scale, project / scale[:, None], *fields)
 
 
-def _without_inputs(fields: list[np.ndarray]) -> Dynamics:
-    mean, project, core, drift, readout, constant = fields
+def _without_inputs(
+    mean: Any, project: Any, core: Any, drift: Any, readout: Any, constant: Any
+) -> Dynamics:
     return Dynamics(mean, project, core, drift, core[:, :0], readout, readout[:, :0], constant)
 
 
-def regression(
-    dynamics: Dynamics, offset: np.ndarray, basis: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return coefficients [M, P, o] and intercepts [M, o] of rows (row - offset) basis."""
+def regression(dynamics: Dynamics, lifting: Lifting) -> np.ndarray:
+    """Return coefficients of rows of delays, and intercepts below them: [M, P + 1, o]."""
     latent = dynamics.project @ dynamics.readout
-    coefficients = basis @ latent
-    shift = offset @ coefficients + (dynamics.mean[:, None] @ latent)[:, 0]
-    return coefficients, dynamics.constant - shift
+    coefficients = lifting.basis @ latent
+    shift = lifting.offset[None] @ coefficients + dynamics.mean[:, None] @ latent
+    return np.concatenate([coefficients, dynamics.constant[:, None] - shift], 1)
 
 
-def with_inputs(
-    coefficients: np.ndarray,
-    intercept: np.ndarray,
-    num_delays: int,
-    readout: np.ndarray,
-    mean_observable: np.ndarray,
-) -> Dynamics:
+def with_inputs(solution: np.ndarray, num_delays: int, readout: np.ndarray) -> Dynamics:
     """Return the dynamics x' = [delays of x] A + [delays of u] B + c of rows of delays of x.
 
     Args:
-        coefficients: A and B below each other, [M, P, f].
-        intercept: c, [M, f].
+        solution: A, B and c below each other, [M, P + 1, f].
         num_delays: Number of delays of x.
-        readout: Map of features of a state to the observable, [f, o].
-        mean_observable: Constant of this map, [o].
+        readout: Map of features of a state to the observable, with its constant: [f + 1, o].
     """
-    width = coefficients.shape[2]
-    size = num_delays * width
-    others = ((0, 0), (0, size - width))
-    a, b = np.split(coefficients, [size], 1)
-    core = np.pad(a, ((0, 0), *others))
-    core[:, : size - width, width:] += np.eye(size - width)
+    num_older = (num_delays - 1) * solution.shape[2]
+    size = num_older + solution.shape[2]
+    latent = np.pad(solution, ((0, 0), (0, 0), (0, num_older)))
+    core, gain, drift = np.split(latent, [size, -1], 1)
+    core[:, :num_older, size - num_older :] += np.eye(num_older)
+    direct = np.split(solution @ readout[:-1], [size, -1], 1)
     return Dynamics(
-        np.zeros(core.shape[:2]),
+        np.zeros((len(core), size)),
         np.broadcast_to(np.eye(size), core.shape),
         core,
-        np.pad(intercept, others),
-        np.pad(b, ((0, 0), *others)),
-        a @ readout,
-        b @ readout,
-        intercept @ readout + mean_observable,
+        drift[:, 0],
+        gain,
+        direct[0],
+        direct[1],
+        direct[2][:, 0] + readout[-1],
     )
 
 
@@ -147,53 +136,39 @@ def refuse_singular(rows: np.ndarray, num_inputs: int) -> None:
         rows: Delays of states, and then of inputs, newest first.
         num_inputs: Number of columns that are inputs.
     """
-    first = rows.shape[1] - num_inputs
     centred = rows - rows.mean(0)
     spread = centred.std(0)
-    for column in range(first, rows.shape[1]):
-        if not spread[column] > 1e-12 * np.abs(rows[:, column]).max():
-            fail(
-                "inputs",
-                "vary: the intercept stands for constant ones",
-                f"a constant column {column - first}",
-                "Leave it out",
-            )
     scaled = centred / np.where(spread > 0, spread, 1.0)
-    for column in range(first, rows.shape[1]):
-        others = np.delete(scaled, column, 1)
-        solution = np.linalg.lstsq(others, scaled[:, column], rcond=1e-12)[0]
-        if (scaled[:, column] - others @ solution).std() < _FEEDBACK:
+    for column in range(-num_inputs, 0):
+        label = f"column {num_inputs + column}"
+        if not spread[column] > 1e-12 * np.abs(rows[:, column]).max():
+            requirement = "vary: the intercept stands for constant ones"
+            fail("inputs", requirement, f"a constant {label}", "Leave it out")
+        predictors = np.delete(scaled, column, 1)
+        solution = np.linalg.lstsq(predictors, scaled[:, column], rcond=1e-12)[0]
+        if (scaled[:, column] - predictors @ solution).std() < _FEEDBACK:
             fail(
                 "inputs",
                 "not be a linear function of the states and of the other inputs: a feedback "
                 "u = x G leaves only A + G B",
-                f"such a column {column - first}",
+                label,
                 "Add noise to the inputs of the experiment, or leave `inputs` out",
             )
 
 
-def shares(covariance: np.ndarray, shapes: np.ndarray) -> np.ndarray:
+def shares(functions: np.ndarray, shapes: np.ndarray) -> np.ndarray:
     """Return the fraction of the variance of the forecast of one lag of every mode.
 
     It is Re E[conj(p_i) . p] / E|p|^2 of the modes p_i about their means and their sum p.
 
     Args:
-        covariance: E[conj(psi_i) psi_j] of the eigenfunctions about their means.
+        functions: Eigenfunctions about their means.
         shapes: Amplitudes of the modes.
     """
+    covariance = functions.conj().T @ functions / len(functions)
     power = np.real(covariance * (shapes.conj() @ shapes.T)).sum(1)
     total = power.sum()
     return power / (total if total > 0 else 1.0)
-
-
-class Bands(NamedTuple):
-    """Means with intervals, and intervals of new observations: [steps, runs, d]."""
-
-    mean: np.ndarray
-    mean_low: np.ndarray
-    mean_high: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
 
 
 def bands(
@@ -202,8 +177,8 @@ def bands(
     errors: list[np.ndarray],
     level: float,
     basis: StateBasis | None,
-) -> Bands:
-    """Return the bands of a forecast; those of means are NaN without replicates.
+) -> dict[str, np.ndarray]:
+    """Return the bands of a forecast, [steps, runs, d]; those of means are NaN without replicates.
 
     The band of observations joins the interval of the mean and the quantiles of the training
     errors as independent errors.
@@ -215,34 +190,37 @@ def bands(
         level: Probability of the intervals.
         basis: Basis of wide states, or None.
     """
-
-    def expanded(coordinates: np.ndarray) -> np.ndarray:
-        return coordinates if basis is None else basis.states(coordinates)
-
-    mean = expanded(mean)
+    mean = in_columns(mean, basis)
     half_width = np.full(mean.shape, np.nan)
     low = np.full(mean.shape, np.nan)
     high = np.full(mean.shape, np.nan)
-    lower = upper = np.full(mean.shape[2], np.nan)
+    limits = np.full((2, mean.shape[2]), np.nan)
     for step, errors_of_step in enumerate(errors):
         if deleted is not None:
-            states = expanded(deleted[:, step])
+            states = in_columns(deleted[:, step], basis)
             half_width[step] = student_quantile(states, level) * jackknife_error(states)
         if len(errors_of_step) >= _FEWEST_ERRORS:
-            lower, upper = _quantiles(errors_of_step, 0.5 + 0.5 * level, basis)
-        half_error = 0.5 * (upper - lower)
+            limits = _quantiles(errors_of_step, 0.5 + 0.5 * level, basis)
+        half_error = 0.5 * (limits[1] - limits[0])
         spread = np.hypot(half_error, np.nan_to_num(half_width[step])) - half_error
-        low[step] = mean[step] + lower - spread
-        high[step] = mean[step] + upper + spread
-    return Bands(mean, mean - half_width, mean + half_width, low, high)
+        low[step] = mean[step] + limits[0] - spread
+        high[step] = mean[step] + limits[1] + spread
+    ends = {"mean_low": mean - half_width, "mean_high": mean + half_width}
+    return {"mean": mean, **ends, "low": low, "high": high}
+
+
+def in_columns(coordinates: Any, basis: StateBasis | None) -> Any:
+    """Return states of coordinates, [..., d]."""
+    return coordinates if basis is None else basis.states(coordinates)
 
 
 def _quantiles(errors: np.ndarray, tail: float, basis: StateBasis | None) -> Any:
     """Return the lower and upper quantiles of errors; of wide states those of a normal law."""
     if basis is None:
         return np.quantile(errors, [1 - tail, tail], axis=0)
-    mean = basis.states(errors.mean(0))
-    covariance = np.atleast_2d(np.cov(errors, rowvar=False, bias=True))
-    variance = np.sum((basis.vectors @ covariance) * basis.vectors, 1)
-    half_width = NormalDist().inv_cdf(tail) * np.sqrt(np.maximum(variance, 0.0)) * basis.scale
-    return mean - half_width, mean + half_width
+    mean = errors.mean(0)
+    # Rows whose products are the covariance; their number is that of the coordinates.
+    root = np.linalg.qr(errors - mean, mode="r") / len(errors) ** 0.5
+    deviation = np.linalg.norm(basis.states(root), axis=0)
+    half_width = NormalDist().inv_cdf(tail) * deviation
+    return basis.states(mean) + np.stack([-half_width, half_width])

@@ -1,21 +1,19 @@
 """Rows of features: delays, features of a state, kernels, and a basis of their span."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Inexact, Int
+from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_takes, fail, fail_kind
 from dissociation._core.linalg import product
 from koopman._operators._estimators import Estimator
 from koopman._operators._findings import refuse_large_gram
-from koopman._operators._kernels import KernelMap, Linear, as_module, nystroem_map
-
-Rows = Float[np.ndarray, "_ _"]
+from koopman._operators._kernels import KernelMap, Linear, nystroem_map
 
 
 class PlainFeatures(eqx.Module):
@@ -34,16 +32,18 @@ class StateBasis(eqx.Module):
     Attributes:
         scale: Divisors of the columns, powers of two: [d].
         vectors: Basis of the scaled columns, [d, c].
+        root: Matrix R that takes coordinates to columns of one size up to a rotation, [c, c].
     """
 
-    scale: Float[Array | np.ndarray, " d"]
-    vectors: Float[Array | np.ndarray, "d c"]
+    scale: Any
+    vectors: Any
+    root: Any
 
-    def coordinates(self, states: Float[Array | np.ndarray, "n d"]) -> Any:
+    def coordinates(self, states: Any) -> Any:
         """Return coordinates of states, [n, c]."""
         return (states / self.scale[None]) @ self.vectors
 
-    def states(self, coordinates: Inexact[Array | np.ndarray, "*n c"]) -> Any:
+    def states(self, coordinates: Any) -> Any:
         """Return states of coordinates, [..., d]."""
         return coordinates @ (self.vectors.T * self.scale[None])
 
@@ -72,25 +72,22 @@ class Lifting(eqx.Module):
     def __call__(self, past: Float[Array | np.ndarray, "n delays *state"]) -> Float[Array, "n r"]:
         """Return features of states in the order of time."""
         past = jnp.asarray(past, self.basis.dtype)
-        num_rows = past.shape[0]
-        wanted_shape = (self.num_delays, *self.state_shape)
-        if past.shape[1:] != wanted_shape and past.shape[1:] != wanted_shape[:1]:
-            fail("past", f"have shape [n, {', '.join(map(str, wanted_shape))}]", past.shape)
-        states = past.reshape(num_rows * self.num_delays, -1)
-        coordinates = self.coordinates(states).reshape(num_rows, self.num_delays, -1)
-        rows = coordinates[:, ::-1].reshape(num_rows, -1)
-        return self.project(rows)
+        shape = (len(past), self.num_delays, *self.state_shape)
+        if past.shape != shape and past.shape != shape[:2]:
+            fail("past", f"have shape {list(shape)}", past.shape)
+        states = past[:, ::-1].reshape(shape[0] * shape[1], -1)
+        return self.project(self.coordinates(states).reshape(len(past), -1))
 
-    def coordinates(self, states: Float[Array, "n d"]) -> Array:
+    def coordinates(self, states: Array) -> Array:
         """Return features of single states."""
         if self.state_basis is not None:
             return self.state_basis.coordinates(states)
         if self.features is None:
             return states
-        shaped = states.reshape(-1, *self.state_shape)
-        return jax.vmap(self.features)(shaped).reshape(len(shaped), -1)
+        values = _mapped(self.features, states.reshape(-1, *self.state_shape))
+        return values.reshape(len(states), -1)
 
-    def project(self, rows: Float[Array | np.ndarray, "n F"]) -> Array:
+    def project(self, rows: Array | np.ndarray) -> Array:
         """Return features of rows of delays."""
         if self.kernel_map is not None:
             rows = self.kernel_map(rows)
@@ -102,7 +99,7 @@ def _projected(rows: Array, offset: Array, basis: Array) -> Array:
     return product(rows - offset[None], basis)
 
 
-class Lifted(NamedTuple):
+class Lifted(eqx.Module):
     """Rows of all times and pieces in an orthonormal basis.
 
     Attributes:
@@ -113,6 +110,8 @@ class Lifted(NamedTuple):
         alpha: Tikhonov regularisation in units of the features.
         lengths: Number of rows of every piece.
         squares: Mean squares of the columns before the basis, [F].
+        metric: Matrix from features to those of columns of one size, [r, r], or None. Reduced rank
+            regression takes states in these units and successors in their own.
     """
 
     lifting: Lifting
@@ -122,11 +121,10 @@ class Lifted(NamedTuple):
     alpha: Any
     lengths: Any
     squares: Any
+    metric: Any
 
 
-def pair_indices(
-    lengths: Sequence[int], lag: int
-) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+def pair_indices(lengths: Sequence[int], lag: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the row numbers of states and of their successors."""
     starts = np.cumsum([0, *lengths[:-1]])
     rows = [start + np.arange(max(n - lag, 0)) for start, n in zip(starts, lengths, strict=True)]
@@ -139,7 +137,7 @@ def next_power(count: int) -> int:
     return 1 << max(count - 1, 1).bit_length()
 
 
-def padded(rows: Float[np.ndarray, "n *d"]) -> np.ndarray:
+def padded(rows: np.ndarray) -> np.ndarray:
     """Return rows up to a power of two, with copies of the last one.
 
     Programs are then compiled for few numbers of rows.
@@ -149,8 +147,8 @@ def padded(rows: Float[np.ndarray, "n *d"]) -> np.ndarray:
 
 
 def delay_rows(
-    values: Float[np.ndarray, "n f"], lengths: Sequence[int], num_delays: int, span: int = 1
-) -> tuple[Rows, list[int]]:
+    values: np.ndarray, lengths: Sequence[int], num_delays: int, span: int = 1
+) -> tuple[np.ndarray, list[int]]:
     """Return rows (c_t, c_{t-1}, ...) of every piece, and the numbers of rows.
 
     The first row of a piece ends at its state number `span`, if this is above `num_delays`.
@@ -158,13 +156,13 @@ def delay_rows(
     span = max(span, num_delays)
     if span == 1:
         return values, list(lengths)
-    blocks = []
-    for piece in np.split(values, np.cumsum(lengths)[:-1]):
-        num_rows = max(len(piece) - span + 1, 0)
-        newest = np.arange(span - 1, span - 1 + num_rows)
-        indices = newest[:, None] - np.arange(num_delays)
-        blocks.append(piece[indices].reshape(num_rows, -1))
-    return np.concatenate(blocks), list(map(len, blocks))
+    num_rows = [max(length - span + 1, 0) for length in lengths]
+    newest = np.concatenate([np.arange(number) for number in num_rows])
+    first = np.cumsum([0, *lengths[:-1]]) + span - 1
+    newest = newest + np.repeat(first, num_rows)
+    indices = newest[:, None] - np.arange(num_delays)
+    width = num_delays * values.shape[1]
+    return values[indices].reshape(len(newest), width), num_rows
 
 
 def working_dtype() -> Any:
@@ -182,9 +180,7 @@ def as_features(features: Any) -> Any:
     return PlainFeatures(features) if is_leaf else features
 
 
-def state_features(
-    features: Any, states: Float[np.ndarray, "n d"], state_shape: tuple[int, ...]
-) -> Rows:
+def state_features(features: Any, states: np.ndarray, state_shape: tuple[int, ...]) -> np.ndarray:
     """Return features of every state, [n, f], by one program."""
     shaped = padded(states.astype(working_dtype())).reshape(-1, *state_shape)
     check_takes("features", features, shaped[0])
@@ -208,33 +204,36 @@ def _mapped(features: Any, states: Any) -> Array:
 
 def has_levels(estimator: Estimator, width: int) -> bool:
     """Return True if a fit first divides columns by powers of two near their sizes."""
-    # The columns of the successors, which reduced rank regression compares, keep their units.
     is_full = estimator.rank is None or estimator.size == width
-    return (
-        is_full
-        and not estimator.inverts_all
-        and (estimator.alpha is None or float(estimator.alpha) == 0.0)
-    )
+    return (is_full or estimator.inverts_all) and not estimator.alpha
 
 
-def column_levels(columns: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " d"]:
+def column_levels(columns: np.ndarray) -> np.ndarray:
     """Return powers of two near the sizes of columns, as in `fit`; 1 for columns of zeros."""
     largest = np.abs(columns).max(0)
     return np.exp2(np.floor(np.log2(np.where(largest > 0, largest, 1.0))))
 
 
-def basis_of_states(runs: Sequence[Rows], lag: int, is_levelled: bool) -> StateBasis:
-    """Return a basis of the states of pieces, wider than they are long."""
-    states = np.concatenate(runs)
+def _constant_columns(centred: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Return True for columns that are rounding about their mean."""
+    eps = np.finfo(working_dtype()).eps
+    return np.sqrt(np.mean(centred**2, 0)) < 4 * eps * np.abs(mean)
+
+
+def basis_of_states(states: np.ndarray, predictors: np.ndarray, estimator: Estimator) -> StateBasis:
+    """Return a basis of states, wider than they are long; columns have the size of predictors."""
     scale = np.ones(states.shape[1])
-    if is_levelled:
-        predictors = states[pair_indices(list(map(len, runs)), lag)[0]]
+    if has_levels(estimator, states.shape[1]):
         mean = predictors.mean(0)
-        deviations = np.abs(predictors - mean).max(0)
-        is_constant = deviations <= 4 * np.finfo(working_dtype()).eps * np.abs(mean)
-        sizes = np.where(is_constant, np.abs(mean), deviations)
+        centred = predictors - mean
+        sizes = np.where(_constant_columns(centred, mean), np.abs(mean), np.abs(centred).max(0))
         scale = column_levels(sizes[None] / len(predictors) ** 0.5)
-    return StateBasis(scale, np.linalg.qr((states / scale).T)[0])
+    if estimator.inverts_all:
+        vectors = np.linalg.qr(states.T)[0]
+        root = np.linalg.qr(vectors / scale[:, None], mode="r")
+        return StateBasis(np.ones(len(scale)), vectors, root)
+    vectors = np.linalg.qr((states / scale).T)[0]
+    return StateBasis(scale, vectors, np.eye(vectors.shape[1]))
 
 
 class Recipe(eqx.Module):
@@ -271,61 +270,61 @@ class Recipe(eqx.Module):
 
 
 def lift_rows(
-    recipe: Recipe,
-    coordinates: Float[np.ndarray, "n f"],
-    lengths: Sequence[int],
-    inputs: Rows | None = None,
+    recipe: Recipe, features: np.ndarray, lengths: Sequence[int], inputs: np.ndarray
 ) -> Lifted:
     """Return all rows in an orthonormal basis of those that have successors.
 
     Args:
         recipe: Choices of the lifting.
-        coordinates: Features of every state, by piece and time.
+        features: Features of every state, by piece and time.
         lengths: Number of states of every piece.
-        inputs: Inputs at the times of the states, or None.
+        inputs: Inputs at the times of the states.
     """
-    span = recipe.span
-    rows, num_rows = delay_rows(coordinates, lengths, recipe.num_delays, span)
-    if inputs is not None:
-        input_rows, _ = delay_rows(inputs, lengths, recipe.num_input_delays, span)
-        rows = np.concatenate([rows, input_rows], 1)
+    delayed, num_rows = delay_rows(features, lengths, recipe.num_delays, recipe.span)
+    input_rows, _ = delay_rows(inputs, lengths, recipe.num_input_delays, recipe.span)
+    rows = np.concatenate([delayed, input_rows], 1)
     states, _ = pair_indices(num_rows, recipe.lag)
-    if len(states) < 2:
-        fail("trajectories", "hold at least two pairs", len(states), "Record longer")
+    num_pairs = len(states)
+    if num_pairs < 2:
+        fail("trajectories", "hold at least two pairs", num_pairs, "Record longer")
+    dtype = working_dtype()
     kernel_map = None
     if recipe.kernel is not None:
         kernel_map = _kernel_map(recipe, rows[states])
-        rows = np.asarray(kernel_map(padded(rows).astype(working_dtype())))[: len(rows)]
-        rows = rows.astype(float)
-    x = rows if len(states) == len(rows) - recipe.lag else rows[states]
-    x = x[: len(states)]
-    num_pairs = len(states)
-    eps = float(np.finfo(working_dtype()).eps)
-    offset = x.mean(0) if recipe.center else np.zeros(rows.shape[1])
-    centred = x - offset
-    # A constant column about its mean is rounding.
-    is_constant = np.sqrt(np.mean(centred**2, 0)) < 4 * eps * np.abs(offset)
+        rows = np.asarray(kernel_map(padded(rows).astype(dtype)))[: len(rows)].astype(float)
+    offset = np.zeros(rows.shape[1])
+    if recipe.center:
+        offset = rows[states].mean(0)
+    centred = rows[states] - offset
+    is_constant = _constant_columns(centred, offset)
     centred[:, is_constant] = 0.0
     squares = np.mean(centred**2, 0)
     levels = np.ones(rows.shape[1])
     is_free = kernel_map is None and recipe.state_basis is None
     if is_free and has_levels(recipe.estimator, rows.shape[1]):
         levels = column_levels(centred / num_pairs**0.5)
-        centred = centred / levels
     trace = float(np.sum(squares / levels**2))
+    centred = centred / levels
     if recipe.estimator.inverts_all:
         # Reduced rank regression weighs directions of the successors, too.
         centred = rows - offset
     sizes, vectors = _directions(centred)
     sizes = sizes / len(centred) ** 0.5
-    is_retained = sizes > max(centred.shape) * eps * sizes[0]
     if not sizes[0] > 0:
         fail("trajectories", "hold states that vary", "constant ones alone")
-    basis = vectors[:, is_retained] / levels[:, None]
+    is_retained = sizes > max(centred.shape) * float(np.finfo(dtype).eps) * sizes[0]
+    basis = vectors[:, is_retained]
     basis[is_constant] = 0.0
+    scaled_basis = basis / levels[:, None]
+    metric = None
+    if not recipe.estimator.inverts_all:
+        basis = scaled_basis
+    elif kernel_map is None and not recipe.estimator.alpha:
+        if recipe.state_basis is not None:
+            root = np.kron(np.eye(recipe.num_delays), recipe.state_basis.root)
+            scaled_basis = root @ basis
+        metric = np.linalg.cholesky(scaled_basis.T @ scaled_basis)
     scale = sizes[is_retained]
-
-    dtype = working_dtype()
     lifting = Lifting(
         recipe.features,
         recipe.state_basis,
@@ -335,13 +334,12 @@ def lift_rows(
         recipe.num_delays,
         recipe.state_shape,
     )
-    alpha = _alpha(recipe, trace, min(num_pairs, rows.shape[1]))
     scaled = ((rows - offset) @ (basis / scale)).astype(dtype)
-    numbers = (np.asarray(alpha), np.asarray(num_rows))
-    return Lifted(lifting, scaled, scale, sizes, *numbers, squares)
+    alpha = np.asarray(_alpha(recipe, trace, min(num_pairs, rows.shape[1])))
+    return Lifted(lifting, scaled, scale, sizes, alpha, np.asarray(num_rows), squares, metric)
 
 
-def _directions(rows: Rows) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, "F k"]]:
+def _directions(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return singular values, and right singular vectors in columns."""
     if len(rows) > 2 * rows.shape[1]:
         rows = np.asarray(np.linalg.qr(rows, mode="r"))
@@ -359,31 +357,27 @@ def _alpha(recipe: Recipe, trace: float, rank: int) -> float:
     return max((rank * eps) ** 2, rank * 2.0**-52) * trace
 
 
-def _kernel_map(recipe: Recipe, states: Rows) -> KernelMap:
+def _kernel_map(recipe: Recipe, states: np.ndarray) -> KernelMap:
     """Return features of a kernel on its centres, by default all states."""
     dtype = working_dtype()
-    centres = recipe.centres
-    if centres is None:
+    centres = states
+    if recipe.centres is None:
         refuse_large_gram(jnp.zeros((len(states), 0), dtype), 4)
-        centres = states
     else:
-        centres = np.asarray(centres, float)
-        centres = centres.reshape(len(centres), -1)
-        if centres.shape[1] * 2 == states.shape[1]:
-            # Centres of the check with twice the delays: rows that end nearest to the centres.
-            newest = states[:, : centres.shape[1]]
-            distances = np.sum(newest**2, 1) - 2 * centres @ newest.T
-            centres = states[np.unique(np.argmin(distances, 1))]
-        elif centres.shape[1] != states.shape[1]:
-            fail(
-                "centres",
-                f"have shape [m, {states.shape[1]}], a row of delays, newest state first",
-                np.shape(recipe.centres),
-            )
-    return nystroem_map(as_module(recipe.kernel), centres.astype(dtype))
+        centres = np.asarray(recipe.centres, float).reshape(len(recipe.centres), -1)
+    width = centres.shape[1]
+    if 2 * width == states.shape[1]:
+        # Centres of the check with twice the delays: rows that end nearest to the centres.
+        newest = states[:, :width]
+        distances = np.sum(newest**2, 1) - 2 * centres @ newest.T
+        centres = states[np.unique(np.argmin(distances, 1))]
+    elif width != states.shape[1]:
+        requirement = f"have shape [m, {states.shape[1]}], a row of delays, newest state first"
+        fail("centres", requirement, np.shape(recipe.centres))
+    return nystroem_map(recipe.kernel, centres.astype(dtype))
 
 
-def threshold_rank(sizes: Float[np.ndarray, " k"], num_rows: int, num_columns: int) -> int:
+def threshold_rank(sizes: np.ndarray, num_rows: int, num_columns: int) -> int:
     """Return the number of singular values above w(beta) times their median, at least 1.
 
     w = 0.56 b^3 - 0.95 b^2 + 1.82 b + 1.43 with b = shorter / longer side.

@@ -1,9 +1,8 @@
 """Models of trajectories: one entry from data to rates, forecasts and files."""
 
 import dataclasses
+import functools
 import warnings
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from dissociation._core.validation import validated
 from koopman._models import _dynamics as systems
 from koopman._models import _lifting as lifts
 from koopman._models._block_sums import MIN_BLOCKS, Replicates, assign_blocks, replicate
-from koopman._models._dynamics import Dynamics
+from koopman._models._dynamics import Dynamics, in_columns
 from koopman._models._intervals import (
     Intervals,
     few_pairs,
@@ -44,22 +43,20 @@ from koopman._operators._estimators import Estimator, PrincipalComponents, Reduc
 from koopman._operators._findings import warn_of
 from koopman._operators._fit import fit
 from koopman._operators._forecast import warn_lost
-from koopman._operators._kernels import Kernel, as_module
-from koopman._operators._operator import Operator
+from koopman._operators._kernels import Kernel, LinearMap, as_module
+from koopman._operators._operator import Operator, unshrinking
 from koopman._operators._pairs import Moments
-from koopman._operators._spectrum import decompose
 
 _KINDS: dict[type, str] = {
     Ridge: "ridge", PrincipalComponents: "principal", ReducedRank: "reduced"
 }  # fmt: skip
 _CONSTANT = 0.99
 """Squared mean of an eigenfunction, over its mean square, from which on it is the constant."""
-_LARGE_QR = 2**27
-"""Rows times columns squared from which on `fit` would compile for every number of rows."""
 _STATE_AXES = ("channel", "height", "width")
 
 
-class Meaning(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Meaning:
     """Names and units of a model.
 
     Attributes:
@@ -83,29 +80,24 @@ class Meaning(NamedTuple):
     run: Any
 
 
-class Series(NamedTuple):
+class Series(eqx.Module):
     """States of all pieces of runs below each other.
 
     Attributes:
         observed: States, or their coordinates: [n, o].
-        coordinates: Features of every state, [n, f]; None where they are the states.
-        inputs: Inputs at the same times, [n, m], or None.
+        features: Features of every state, [n, f]; the states without a function.
+        inputs: Inputs at the same times, [n, m]; m = 0 without inputs.
         times: Times, [n].
         lengths: Numbers of states of the pieces, [pieces].
         run_of_piece: Index of the run, [pieces].
     """
 
     observed: Any
-    coordinates: Any
+    features: Any
     inputs: Any
     times: Any
     lengths: Any
     run_of_piece: Any
-
-    @property
-    def features(self) -> np.ndarray:
-        """Features of every state."""
-        return self.observed if self.coordinates is None else self.coordinates
 
     def delays(self, values: np.ndarray, num_delays: int, span: int) -> np.ndarray:
         """Return rows of delays, the first of a piece at its state number `span`."""
@@ -124,31 +116,6 @@ class ModeTable(NamedTuple):
     rates: xarray.Dataset
     eigenvalues: np.ndarray
     shapes: np.ndarray
-
-
-class _Starts(NamedTuple):
-    """Pasts from which forecasts start.
-
-    Attributes:
-        rows: Rows, as `KoopmanModel._rows` returns: [runs, R].
-        inputs: Last inputs in the order of time, [runs, delays - 1, m], or None.
-        times: Times of the last states, [runs].
-        labels: Labels of the runs.
-    """
-
-    rows: np.ndarray
-    inputs: Any
-    times: np.ndarray
-    labels: list[Any]
-
-
-class _Spectrum(NamedTuple):
-    """Eigenvalues [r] with shapes [r, o], shares, and True for the constant."""
-
-    eigenvalues: np.ndarray
-    shapes: np.ndarray
-    share: np.ndarray
-    is_constant: np.ndarray
 
 
 class KoopmanModel(eqx.Module):
@@ -198,8 +165,8 @@ class KoopmanModel(eqx.Module):
         operator = self.latent_operator
         return dataclasses.replace(
             operator,
-            readout=self._states(operator.readout),
-            mean_observable=self._states(operator.mean_observable),
+            readout=in_columns(operator.readout, self.recipe.state_basis),
+            mean_observable=in_columns(operator.mean_observable, self.recipe.state_basis),
             observable_shape=self.recipe.state_shape,
         )
 
@@ -232,16 +199,16 @@ class KoopmanModel(eqx.Module):
         """Return the rates with eigenvalues and mode shapes in the same order."""
         check_level(level)
         check_known("rates are tables of numbers", model=self)
-        spectrum = remembered(self, "spectrum", self._spectrum)
-        intervals = self._intervals(spectrum.eigenvalues, level)
-        estimates = intervals.with_share(spectrum.share, spectrum.eigenvalues)
-        is_mode = ~spectrum.is_constant[intervals.index]
+        values, shapes, share, is_constant = self._spectrum
+        intervals = self._intervals(values, level)
+        estimates = intervals.with_share(share, values)
+        is_mode = ~is_constant[intervals.index]
         estimates = RateEstimates._make(np.asarray(field)[is_mode] for field in estimates)
         index = intervals.index[is_mode][falling_order(estimates.share, estimates.growth)]
-        shapes = self._states(spectrum.shapes[index])
+        amplitudes = in_columns(shapes[index], self.recipe.state_basis)
         dataset = rates_dataset(estimates, self.meaning.unit, level)
-        shaped = shapes.reshape(len(index), *self.recipe.state_shape)
-        return ModeTable(dataset, spectrum.eigenvalues[index], shaped)
+        shaped = amplitudes.reshape(len(index), *self.recipe.state_shape)
+        return ModeTable(dataset, values[index], shaped)
 
     def summary(self, level: float = 0.9) -> str:
         """Return the table of `rates` as a string with units."""
@@ -298,32 +265,32 @@ class KoopmanModel(eqx.Module):
         check_level(level)
         check_known("forecasts are tables of numbers", model=self)
         ahead = _checked_steps(steps)
-        num_steps = int(ahead[-1])
-        starts = self._starts(past)
-        num_runs = len(starts.rows)
+        present, driving, times, labels = self._starts(past, inputs, int(ahead[-1]))
+        num_runs = len(present)
         if not self.recipe.num_input_delays:
             warn_lost(self.latent_operator, ahead)
         # One program forecasts from the pasts and from all training rows.
-        rows = np.concatenate([starts.rows, self._rows(self.series)])
-        windows = [self._input_windows(starts, num_steps, inputs)]
-        windows = np.concatenate([*windows, self._windows(self.series, num_steps)], 1)
+        rows = np.concatenate([present, self._rows(self.series)])
+        windows = np.concatenate([driving, self._windows(self.series, int(ahead[-1]))], 1)
         values = systems.forecasts(self._dynamics(), rows, windows, ahead)[0]
         errors, _ = self._differences(self.series, values[:, num_runs:], ahead)
         deleted = None
         replicates = self._replicates()
         if replicates is not None:
-            dynamics = self._replicated_dynamics()
-            deleted = systems.forecasts(dynamics, starts.rows, windows[:, :num_runs], ahead)
+            dynamics = self._driven(
+                systems.of_replicates(replicates, self.lifted.scale), self.lifting
+            )
+            deleted = systems.forecasts(dynamics, present, driving, ahead)
             deleted = deleted[1 : 1 + replicates.num_blocks]
         basis = self.recipe.state_basis
         band = systems.bands(values[:, :num_runs], deleted, errors, level, basis)
         variables = {}
-        for name, states in band._asdict().items():
+        for name, states in band.items():
             variables[name] = self._with_axes(("step", "run"), states)
         elapsed = ahead * self.recipe.lag * self.meaning.time_step
-        times = as_dates(elapsed[:, None] + starts.times, self.meaning.has_dates)
+        dates = as_dates(elapsed[:, None] + times, self.meaning.has_dates)
         units = {} if self.meaning.has_dates else {"units": self.meaning.unit}
-        coords = {"step": ahead, "run": starts.labels, "time": (("step", "run"), times, units)}
+        coords = {"step": ahead, "run": labels, "time": (("step", "run"), dates, units)}
         return xarray.Dataset(variables, coords | self._column_coordinate())
 
     def score(self, trajectories: Any, steps: Any, inputs: Any = None) -> xarray.Dataset:
@@ -347,9 +314,11 @@ class KoopmanModel(eqx.Module):
         errors, changes = self._differences(series, values, ahead)
         variables = {}
         for name, by_step in {"error": errors, "persistence": changes}.items():
-            sums = [np.sum(self._states(values) ** 2, 0) for values in by_step]
-            counts = np.array([[len(values) or np.nan] for values in by_step])
-            variables[name] = self._with_axes(("step",), np.sqrt(np.stack(sums) / counts))
+            means = []
+            for differences in by_step:
+                squares = in_columns(differences, self.recipe.state_basis) ** 2
+                means.append(squares.sum(0) / (len(squares) or np.nan))
+            variables[name] = self._with_axes(("step",), np.sqrt(np.stack(means)))
         return xarray.Dataset(variables, {"step": ahead} | self._column_coordinate())
 
     def matrices(self, level: float = 0.9) -> xarray.Dataset:
@@ -369,25 +338,24 @@ class KoopmanModel(eqx.Module):
         check_level(level)
         check_known("matrices are tables of numbers", model=self)
         recipe = self.recipe
-        if any(part is not None for part in (recipe.features, recipe.kernel, recipe.state_basis)):
+        if recipe.features or recipe.kernel or recipe.state_basis:
             received = "features, a kernel, or more columns than rows"
             fail("model", "be linear in few states for its matrices", received)
         columns = list(self.meaning.columns)
         inputs = list(self.meaning.input_columns)
         coords = {"from": columns, "to": columns, "input": inputs}
-        values = self._regression(systems.of_operator(self.latent_operator))[0]
+        values = systems.regression(systems.of_operator(self.latent_operator), self.lifting)[0]
         half_width = np.full(values.shape, np.nan)
         replicates = self._replicates()
         if replicates is not None:
             dynamics = systems.of_replicates(replicates, self.lifted.scale)
-            deleted = self._regression(dynamics)[1 : 1 + replicates.num_blocks]
+            deleted = systems.regression(dynamics, self.lifting)[1 : 1 + replicates.num_blocks]
             half_width = student_quantile(deleted, level) * jackknife_error(deleted)
         width = len(columns)
-        edges = [recipe.num_delays * width, len(values) - 1]
         variables = {}
         ends = {"": values, "_low": values - half_width, "_high": values + half_width}
         for end, matrix in ends.items():
-            a, b, intercept = np.split(matrix, edges)
+            a, b, intercept = np.split(matrix, [recipe.num_delays * width, len(values) - 1])
             variables[f"A{end}"] = (("delay", "from", "to"), a.reshape(-1, width, width))
             b = b.reshape(recipe.num_input_delays, len(inputs), width)
             variables[f"B{end}"] = (("input_delay", "input", "to"), b)
@@ -403,19 +371,17 @@ class KoopmanModel(eqx.Module):
         check_known("a file holds numbers", model=self)
         write_model(self, path, _SAVED)
 
-    def _states(self, coordinates: Any) -> Any:
-        """Return states of coordinates, [..., d]."""
-        basis = self.recipe.state_basis
-        return coordinates if basis is None else basis.states(coordinates)
-
     def _row_lengths(self, series: Series) -> list[int]:
         return np.maximum(series.lengths - self.recipe.span + 1, 0).tolist()
 
-    def _rows(self, series: Series, span: int | None = None) -> np.ndarray:
-        """Return rows from which forecasts start: features, or delays with inputs."""
+    def _rows(self, series: Series) -> np.ndarray:
+        """Return the rows of series from which forecasts start."""
         recipe = self.recipe
-        delayed = series.delays(series.features, recipe.num_delays, span or recipe.span)
-        if recipe.num_input_delays:
+        return self._lifted(series.delays(series.features, recipe.num_delays, recipe.span))
+
+    def _lifted(self, delayed: np.ndarray) -> np.ndarray:
+        """Return features of rows of delays; the rows themselves with inputs."""
+        if self.recipe.num_input_delays:
             return delayed
         lifting = self.lifting
         if lifting.kernel_map is None:
@@ -425,56 +391,37 @@ class KoopmanModel(eqx.Module):
 
     def _dynamics(self) -> Dynamics:
         """Return the dynamics of the estimate."""
-        return self._driven(systems.of_operator(self.latent_operator))
+        return self._driven(systems.of_operator(self.latent_operator), self.lifting)
 
-    def _replicated_dynamics(self) -> Dynamics:
-        scaled = systems.of_replicates(
-            remembered(self, "replicates", self._fitted), self.lifted.scale
-        )
-        return self._driven(scaled)
-
-    def _regression(self, dynamics: Dynamics) -> np.ndarray:
-        """Return coefficients of rows of delays, and intercepts below them, [M, P + 1, o]."""
-        lifting = self.lifting
-        parts = systems.regression(dynamics, lifting.offset, lifting.basis)
-        return np.concatenate([parts[0], parts[1][:, None]], 1)
-
-    def _driven(self, dynamics: Dynamics, richer: Lifted | None = None) -> Dynamics:
+    def _driven(self, dynamics: Dynamics, lifting: Lifting) -> Dynamics:
         """Return the dynamics of rows of delays with inputs; without inputs unchanged."""
         if not self.recipe.num_input_delays:
             return dynamics
-        lifting = (richer or self.lifted).lifting
         series = self.series
-        readout = np.eye(series.observed.shape[1])
-        mean = np.zeros(len(readout))
-        if series.coordinates is not None:
-            mean = series.observed.mean(0)
-            centre = series.coordinates.mean(0)
-            centred = series.coordinates - centre
-            readout = np.linalg.lstsq(centred, series.observed - mean, rcond=1e-12)[0]
-            mean = mean - centre @ readout
-        parts = systems.regression(dynamics, lifting.offset, lifting.basis)
-        return systems.with_inputs(*parts, lifting.num_delays, readout, mean)
+        width = series.observed.shape[1]
+        readout = np.eye(width + 1, width)
+        if self.recipe.features is not None:
+            affine = np.pad(series.features, ((0, 0), (0, 1)), constant_values=1.0)
+            readout = np.linalg.lstsq(affine, series.observed, rcond=1e-12)[0]
+        solution = systems.regression(dynamics, lifting)
+        return systems.with_inputs(solution, lifting.num_delays, readout)
 
-    def _spectrum(self) -> _Spectrum:
-        if self.recipe.num_input_delays:
-            dynamics = self._dynamics()
-            values, vectors = np.linalg.eig(dynamics.core[0].astype(complex))
-            shapes = np.linalg.inv(vectors) @ dynamics.readout[0]
-            rows = self._rows(self.series)
-            gram = np.atleast_2d(np.cov(rows, rowvar=False))
-            mean = np.zeros(len(gram))
-        else:
-            operator = self.latent_operator
-            eigensystem = decompose(operator)
-            values = np.asarray(eigensystem.eigenvalues)
-            vectors = np.asarray(eigensystem.right)
-            shapes = np.asarray(eigensystem.left).T @ np.asarray(operator.readout)
-            mean = np.asarray(operator.mean_latent)
-            gram = np.asarray(operator.gram_x) - mean[:, None] * mean
-        share = systems.shares(vectors.conj().T @ gram @ vectors, shapes)
-        # The mean square of an eigenfunction is 1, so that a constant has the squared mean 1.
-        return _Spectrum(values, shapes, share, np.abs(mean @ vectors) ** 2 > _CONSTANT)
+    @functools.cached_property
+    def _spectrum(self) -> tuple[np.ndarray, ...]:
+        """Return eigenvalues [r] with shapes [r, o], shares, and True for the constant."""
+        dynamics = self._dynamics()
+        values, vectors = np.linalg.eig(dynamics.core[0])
+        states, _ = pair_indices(self._row_lengths(self.series), self.recipe.lag)
+        latent = (self._rows(self.series)[states] - dynamics.mean[0]) @ dynamics.project[0]
+        functions = latent @ vectors
+        size = np.sqrt(np.mean(np.abs(functions) ** 2, 0))
+        scale = np.where(size > 0, size, 1.0)
+        functions = functions / scale
+        shapes = scale[:, None] * (np.linalg.pinv(vectors) @ dynamics.readout[0])
+        mean = functions.mean(0)
+        share = systems.shares(functions - mean, shapes)
+        is_constant = (np.abs(mean) ** 2 > _CONSTANT) & (not self.recipe.center)
+        return values.astype(complex), shapes, share, is_constant
 
     def _intervals(self, eigenvalues: np.ndarray, level: float) -> Intervals:
         recipe = self.recipe
@@ -483,19 +430,19 @@ class KoopmanModel(eqx.Module):
         values = systems.one_step(self._dynamics(), self._rows(series), inputs)
         (errors,), _ = self._differences(series, values[None], np.ones(1, int))
         residual = float(np.sqrt(np.mean(errors**2) / np.mean(series.observed.var(0))))
-        numbers = (len(errors), len(eigenvalues), residual)
-        replicates = None if few_pairs(*numbers) else self._replicates()
-        richer = None
-        if replicates is not None:
-            richer = remembered(self, "richer", self._richer)
+        num_pairs = len(errors)
+        num_latent = len(eigenvalues)
+        replicates = None
+        if not few_pairs(num_pairs, num_latent, residual):
+            replicates = self._replicates()
         return rate_intervals(
             eigenvalues,
             replicates,
-            richer,
+            None if replicates is None else self._richer,
             time=recipe.lag * self.meaning.time_step,
             level=level,
-            num_pairs=numbers[0],
-            num_latent=numbers[1],
+            num_pairs=num_pairs,
+            num_latent=num_latent,
             residual=residual,
             memory=recipe.num_delays / recipe.lag if recipe.estimator.size is None else 0.0,
         )
@@ -506,40 +453,56 @@ class KoopmanModel(eqx.Module):
 
     def _replicates(self) -> Replicates | None:
         """Return replicates of the fit, or None if there are too few blocks."""
-        if self._blocks().num_blocks < MIN_BLOCKS:
-            return None
-        return remembered(self, "replicates", self._fitted)
+        return None if self._blocks().num_blocks < MIN_BLOCKS else self._fitted
 
+    @functools.cached_property
     def _fitted(self) -> Replicates:
-        return self._replicated(self.lifted, self.recipe)
+        replicates = self._replicated(self.lifted, self.recipe)
+        if not self.recipe.num_input_delays:
+            return replicates
+        later = self._later(systems.of_replicates(replicates, self.lifted.scale))
+        return replicates._replace(eigenvalues_later=later)
 
+    def _later(self, replicated: Dynamics) -> np.ndarray:
+        """Return eigenvalues at twice the lag, of a fit that takes the inputs in between, too."""
+        series = self.series
+        recipe = self.recipe
+        recipe = dataclasses.replace(recipe, lag=2, num_input_delays=1 + recipe.num_input_delays)
+        # The first input of the next piece is in no pair.
+        lifted = _silent_lift(recipe, series, np.roll(series.inputs, -1, 0))
+        if lifted is None:
+            return np.full((len(replicated.core), 1), np.nan + 0j)
+        replicates = self._replicated(lifted, recipe, is_check=True)
+        later = systems.of_replicates(replicates, lifted.scale)
+        solution = systems.regression(later, lifted.lifting)
+        core = self._driven(replicated, self.lifting).core[: len(solution)]
+        square = core @ core
+        width = solution.shape[2]
+        square[:, :, :width] = solution[:, : core.shape[1]]
+        return np.linalg.eigvals(square).astype(complex)
+
+    @functools.cached_property
     def _richer(self) -> Replicates | None:
         """Return replicates of a silent fit with twice the delays, or None if runs are short."""
         recipe = dataclasses.replace(self.recipe, num_delays=2 * self.recipe.num_delays)
-        skipped = recipe.span + recipe.lag - 1
-        num_pairs = np.maximum(self.series.lengths - skipped, 0).sum()
-        if num_pairs < self._blocks().num_blocks:
-            return None
-        series = self.series
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            lengths = series.lengths.tolist()
-            lifted = lifts.lift_rows(recipe, series.features, lengths, series.inputs)
-        return self._replicated(lifted, recipe, is_check=True)
+        lifted = _silent_lift(recipe, self.series, self.series.inputs)
+        return None if lifted is None else self._replicated(lifted, recipe, is_check=True)
 
     def _replicated(self, lifted: Lifted, recipe: Recipe, is_check: bool = False) -> Replicates:
         """Return replicates of the estimator on lifted rows."""
-        series = self.series
         observed = None
         if recipe.num_input_delays or not is_check:
-            observed = _targets(series, recipe).astype(lifts.working_dtype())
+            observed = _targets(self.series, recipe).astype(lifts.working_dtype())
+        blocks = self._blocks().without(recipe.span - self.recipe.span)
+        num_later = recipe.lag - self.recipe.lag
+        of_pair = [piece[: len(piece) - num_later] for piece in blocks.of_pair]
         estimator: Any = recipe.estimator
         replicates = replicate(
             lifted.rows,
             observed,
             lifted.lengths.tolist(),
             recipe.lag,
-            self._blocks().without(recipe.span - self.recipe.span),
+            blocks._replace(of_pair=of_pair),
             lifted.scale,
             float(lifted.alpha),
             kind=_KINDS[type(estimator)],
@@ -549,11 +512,8 @@ class KoopmanModel(eqx.Module):
         )
         if not recipe.num_input_delays:
             return replicates
-        dynamics = self._driven(systems.of_replicates(replicates, lifted.scale), lifted)
-        values = np.linalg.eigvals(dynamics.core.astype(complex))
-        # Twice the lag depends on inputs in between, so the check with it passes.
-        later = values[: len(replicates.eigenvalues_later)] ** 2
-        return replicates._replace(eigenvalues=values, eigenvalues_later=later)
+        dynamics = self._driven(systems.of_replicates(replicates, lifted.scale), lifted.lifting)
+        return replicates._replace(eigenvalues=np.linalg.eigvals(dynamics.core).astype(complex))
 
     def _read(
         self, name: str, trajectories: Any, num_rows: int, inputs: Any = None
@@ -570,7 +530,7 @@ class KoopmanModel(eqx.Module):
                 inputs = list(meaning.input_columns) or None
         elif tables is not trajectories and np.ndim(trajectories) > num_axes:
             axis = 0
-        elif tables is not trajectories and num_axes > 2:
+        elif num_axes > 2:
             trajectories = tables
         try:
             read = read_trajectories(trajectories, reading, trajectory_axis=axis, inputs=inputs)
@@ -579,71 +539,48 @@ class KoopmanModel(eqx.Module):
         except (ValueError, TypeError) as error:
             raise type(error)(str(error).replace("`trajectories", f"`{name}", 1)) from None
 
-    def _starts(self, past: Any) -> _Starts:
-        """Return the pasts of a forecast: the ends of runs, or those of a call."""
+    def _starts(self, past: Any, inputs: Any, steps: int) -> tuple[Any, ...]:
+        """Return rows [runs, R] with delays of inputs [steps, runs, q], times and labels.
+
+        A forecast starts at the ends of the runs of the fit, or of a call.
+        """
         recipe = self.recipe
         series = self.series
-        span = recipe.span
         labels = self.meaning.labels
         if past is not None:
-            span = recipe.num_delays
-            cut = self._read("past", past, span)
+            cut = self._read("past", past, recipe.num_delays)
             series = _series(cut, recipe)
             labels = cut.labels
         # The last piece of every run.
-        last_piece = {run: piece for piece, run in enumerate(series.run_of_piece.tolist())}
-        pieces = [last_piece[run] for run in sorted(last_piece)]
-        labels = [labels[run] for run in sorted(last_piece)]
+        pieces = np.flatnonzero(np.diff(series.run_of_piece, append=-1))
         ends = np.cumsum(series.lengths)[pieces] - 1
-        row_ends = np.cumsum(series.lengths - span + 1)[pieces] - 1
-        rows = self._rows(series, span)[row_ends]
-        if past is None:
-            inputs = None
-            if series.inputs is not None:
-                earlier = np.arange(recipe.num_input_delays - 1, 0, -1)
-                inputs = series.inputs[ends[:, None] - earlier]
-            return _Starts(rows, inputs, series.times[ends], labels)
-        is_framed = any(map(is_table, past if isinstance(past, list | tuple) else [past]))
-        times = series.times[ends] if is_framed else np.zeros(len(ends))
-        return _Starts(rows, None, times, labels)
+        delayed = series.features[ends[:, None] - np.arange(recipe.num_delays)]
+        rows = self._lifted(delayed.reshape(len(ends), -1))
+
+        earlier = series.inputs[ends[:, None] - np.arange(recipe.num_input_delays - 1, 0, -1)]
+        if past is not None:
+            earlier = np.zeros((len(ends), 0, len(self.meaning.input_columns)))
+        num_times = steps + max(recipe.num_input_delays - 1, 0)
+        later = _inputs_of_runs(inputs, (len(ends), num_times - earlier.shape[1], earlier.shape[2]))
+        driving = np.concatenate([earlier, later], 1).reshape(len(ends) * num_times, -1)
+        windows, _ = delay_rows(driving, [num_times] * len(ends), recipe.num_input_delays)
+        windows = np.swapaxes(windows.reshape(len(ends), steps, -1), 0, 1)
+
+        times = series.times[ends]
+        if past is not None:
+            tables = past if isinstance(past, list | tuple) else [past]
+            times = times * any(map(is_table, tables))
+        return rows, windows, times, [labels[run] for run in series.run_of_piece[pieces]]
 
     def _windows(self, series: Series, steps: int) -> np.ndarray:
         """Return delays of inputs of every step from all rows, zero beyond the end of a piece."""
         recipe = self.recipe
-        lengths = self._row_lengths(series)
-        if series.inputs is None:
-            return np.zeros((steps, sum(lengths), 0))
         delayed = series.delays(series.inputs, recipe.num_input_delays, recipe.span)
         windows = np.zeros((steps, *delayed.shape))
         for step in range(steps):
-            start, later = pair_indices(lengths, step)
+            start, later = pair_indices(self._row_lengths(series), step)
             windows[step, start] = delayed[later]
         return windows
-
-    def _input_windows(self, starts: _Starts, steps: int, inputs: Any) -> np.ndarray:
-        """Return delays of the inputs of a forecast, [steps, runs, q]."""
-        num_inputs = len(self.meaning.input_columns)
-        num_runs = len(starts.rows)
-        if not num_inputs:
-            if inputs is not None:
-                fail("inputs", "be None for a model without inputs", type(inputs).__name__)
-            return np.zeros((steps, num_runs, 0))
-        num_past = self.recipe.num_input_delays - 1
-        num_steps = steps + (num_past if starts.inputs is None else 0)
-        shape = (num_steps, num_inputs)
-        array = np.asarray(np.nan if inputs is None else inputs, float)
-        if array.shape == shape[:1] and num_inputs == 1:
-            array = array[:, None]
-        if array.shape == shape:
-            array = np.broadcast_to(array, (num_runs, *shape))
-        if array.shape != (num_runs, *shape) or not np.isfinite(array).all():
-            words = f"be finite, of shape {list(shape)} or [{num_runs}, {num_steps}, {num_inputs}]"
-            fail("inputs", words, "None" if inputs is None else f"shape {array.shape}")
-        if starts.inputs is not None:
-            array = np.concatenate([starts.inputs, array], 1)
-        newest = np.arange(num_past, num_past + steps)
-        windows = array[:, newest[:, None] - np.arange(num_past + 1)]
-        return np.swapaxes(windows.reshape(num_runs, steps, -1), 0, 1)
 
     def _differences(self, series: Series, values: np.ndarray, ahead: np.ndarray) -> Any:
         """Return errors of forecasts [t, rows, o] of every step, and changes of the state."""
@@ -668,19 +605,22 @@ class KoopmanModel(eqx.Module):
         return {} if is_image else {"column": list(self.meaning.columns)}
 
 
-_memory: dict[int, dict[str, Any]] = {}
-"""Results of models that methods share, by the identity of the model, while it lives."""
-
-
-def remembered(model: KoopmanModel, name: str, compute: Callable[[], Any]) -> Any:
-    """Return a result of a model, computed once."""
-    key = id(model)
-    if key not in _memory:
-        _memory[key] = {}
-        weakref.finalize(model, _memory.pop, key, None)
-    if name not in _memory[key]:
-        _memory[key][name] = compute()
-    return _memory[key][name]
+def _inputs_of_runs(inputs: Any, shape: tuple[int, int, int]) -> np.ndarray:
+    """Return the inputs of a forecast, [runs, steps, m]."""
+    num_runs, num_steps, num_inputs = shape
+    if not num_inputs:
+        if inputs is not None:
+            fail("inputs", "be None for a model without inputs", type(inputs).__name__)
+        return np.zeros(shape)
+    array = np.asarray(np.nan if inputs is None else inputs, float)
+    if array.shape == (num_steps,) and num_inputs == 1:
+        array = array[:, None]
+    if array.shape == shape[1:]:
+        array = np.broadcast_to(array, shape)
+    if array.shape != shape or not np.isfinite(array).all():
+        words = f"be finite, of shape {list(shape[1:])} or {list(shape)}"
+        fail("inputs", words, "None" if inputs is None else f"shape {array.shape}")
+    return array
 
 
 def _available(table: Any, meaning: Meaning) -> Reading:
@@ -791,8 +731,9 @@ def fit_model(
     width = cut.runs[0].shape[1]
     state_basis = None
     if width > sum(map(len, cut.runs)) and features is None and kernel is None:
-        is_levelled = lifts.has_levels(estimator, width)
-        state_basis = lifts.basis_of_states(cut.runs, lag, is_levelled)
+        states = np.concatenate(cut.runs)
+        predictors, _ = pair_indices(list(map(len, cut.runs)), lag)
+        state_basis = lifts.basis_of_states(states, states[predictors], estimator)
     recipe = Recipe(
         estimator,
         lifts.as_features(features),
@@ -803,18 +744,11 @@ def fit_model(
         num_delays,
         num_inputs,
         center,
-        cut.state_shape or (width,),
+        cut.state_shape,
     )
-    labels = [tuple(label) if isinstance(label, list) else label for label in (time, run)]
-    meaning = Meaning(
-        cut.columns,
-        cut.input_columns,
-        cut.labels,
-        cut.time_step,
-        cut.unit,
-        cut.has_dates,
-        *labels,
-    )
+    names = [tuple(label) if isinstance(label, list) else label for label in (time, run)]
+    # The last fields of trajectories are the first ones of their meaning.
+    meaning = Meaning(*cut[5:], *names)
     return _model_of(recipe, _series(cut, recipe), meaning)
 
 
@@ -846,19 +780,15 @@ def _check_input_options(estimator: Estimator, lag: int, kernel: Any) -> None:
 def _series(cut: Trajectories, recipe: Recipe) -> Series:
     """Return the states of all pieces."""
     states = np.concatenate(cut.runs)
-    coordinates = None
+    features = states
     if recipe.features is not None:
-        coordinates = lifts.state_features(recipe.features, states, recipe.state_shape)
-    if recipe.state_basis is not None:
+        features = lifts.state_features(recipe.features, states, recipe.state_shape)
+    elif recipe.state_basis is not None:
         states = recipe.state_basis.coordinates(states)
-    return Series(
-        states,
-        coordinates,
-        None if cut.inputs is None else np.concatenate(cut.inputs),
-        np.concatenate(cut.times),
-        np.asarray(list(map(len, cut.runs))),
-        np.asarray(cut.run_of_piece),
-    )
+        features = states
+    lengths = np.asarray(list(map(len, cut.runs)))
+    arrays = [np.concatenate(cut.inputs), np.concatenate(cut.times), lengths]
+    return Series(states, features, *arrays, np.asarray(cut.run_of_piece))
 
 
 def _targets(series: Series, recipe: Recipe) -> np.ndarray:
@@ -895,14 +825,13 @@ def _operator_of(recipe: Recipe, lifted: Lifted, observed: np.ndarray) -> Operat
     z = (lifted.rows * lifted.scale).astype(dtype)
     x = z[states]
     y = z[successors]
-    target = observed[successors].astype(dtype)
-    num_columns = 2 * x.shape[1] + target.shape[1]
+    levelled = x if lifted.metric is None else x @ lifted.metric
+    moments = _host_moments([levelled, y, observed[successors].astype(dtype)], recipe.center)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if len(x) * num_columns**2 > _LARGE_QR and len(x) > num_columns:
-            operator = fit(estimator, _host_moments([x, y, target], recipe.center))
-        else:
-            operator = fit(estimator, x, y, observable=target, center=recipe.center)
+        operator = fit(estimator, moments)
+    if lifted.metric is not None:
+        operator = _in_units(operator, lifted.metric, x, y, recipe.center)
     if default.alpha is None:
         fitting = operator.fitting
         has_columns = recipe.kernel is None and recipe.state_basis is None
@@ -923,14 +852,47 @@ def _is_none(value: Any) -> bool:
 def _host_moments(arrays: list[np.ndarray], center: bool) -> Moments:
     """Return `moments` of x, y and the observable, without a program for the number of rows."""
     joint = np.concatenate(arrays, 1)
+    num_rows, width = joint.shape
     mean = joint.mean(0)
-    root = np.linalg.qr(joint - mean if center else joint, mode="r")
+    root = np.zeros((width, width), joint.dtype)
+    root[:num_rows] = np.linalg.qr(joint - mean if center else joint, mode="r")
     ends = np.cumsum([array.shape[1] for array in arrays])[:2]
-    count = np.full((), len(joint), joint.dtype)
-    rounding = np.zeros(1 + len(mean), joint.dtype)
+    count = np.full((), num_rows, joint.dtype)
+    rounding = np.zeros(1 + width, joint.dtype)
     fields: list[Any] = [count, *np.split(mean, ends), rounding, root]
-    fields = list(map(jax.device_put, fields))
-    return Moments(*fields, center)  # pyright: ignore[reportCallIssue]
+    return Moments(*map(jax.device_put, fields), center)  # pyright: ignore[reportCallIssue]
+
+
+def _in_units(
+    operator: Operator, metric: np.ndarray, x: np.ndarray, y: np.ndarray, center: bool
+) -> Operator:
+    """Return an operator that was fitted to x times `metric` and to y as one on x and y."""
+    matrix = metric @ np.asarray(operator.encode.matrix)
+    mean_x = x.mean(0) * center
+    mean_y = y.mean(0) * center
+    latent_x = (x - mean_x) @ matrix
+    latent_y = (y - mean_y) @ matrix
+    cross_gram = latent_x.T @ latent_y / len(x)
+    fields = {
+        "core": np.asarray(unshrinking(operator.penalty)).T @ cross_gram,
+        "drift": (mean_y - mean_x) @ matrix,
+        "cross_gram": cross_gram,
+        "gram_y": latent_y.T @ latent_y / len(x),
+        "basis_gram": matrix.T @ matrix,
+    }
+    fields = jax.device_put(fields)
+    encode = LinearMap(*jax.device_put((mean_x, matrix)))
+    return dataclasses.replace(operator, encode=encode, **fields)
+
+
+def _silent_lift(recipe: Recipe, series: Series, inputs: np.ndarray) -> Lifted | None:
+    """Return the rows of a check; None if runs are too short for 20 pairs."""
+    num_pairs = np.maximum(series.lengths - recipe.span - recipe.lag + 1, 0).sum()
+    if num_pairs < MIN_BLOCKS:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return lifts.lift_rows(recipe, series.features, series.lengths.tolist(), inputs)
 
 
 _SAVED = (KoopmanModel, Meaning, Series)
@@ -952,16 +914,16 @@ def load_model(path: str | Path, features: Any = None) -> KoopmanModel:
     """
     model = read_model(path, _SAVED, lifts.as_features(features))
     series = model.series
-    if series.coordinates is None:
+    recipe = model.recipe
+    if recipe.features is None:
         if features is not None:
             fail("features", "be None: the model has none", "a function")
         return model
     if features is None:
         fail("features", "be given again: files do not hold functions", "None")
-    recipe = model.recipe
     probes = series.observed[:_NUM_PROBES]
     values = lifts.state_features(recipe.features, probes, recipe.state_shape)
-    expected = series.coordinates[:_NUM_PROBES]
+    expected = series.features[:_NUM_PROBES]
     tolerance = 1e-5 * np.abs(expected).max()
     if values.shape != expected.shape or not np.abs(values - expected).max() <= tolerance:
         received = "other values at its first states"

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 import xarray
-from jaxtyping import Bool, Float, Int
 
 
 class RateEstimates(NamedTuple):
@@ -22,19 +21,17 @@ class RateEstimates(NamedTuple):
         reason: Reason of every mode that is not resolved, "" for a resolved mode: [modes].
     """
 
-    growth: Float[np.ndarray, " modes"]
-    growth_low: Float[np.ndarray, " modes"]
-    growth_high: Float[np.ndarray, " modes"]
-    frequency: Float[np.ndarray, " modes"]
-    frequency_low: Float[np.ndarray, " modes"]
-    frequency_high: Float[np.ndarray, " modes"]
-    share: Float[np.ndarray, " modes"]
+    growth: np.ndarray
+    growth_low: np.ndarray
+    growth_high: np.ndarray
+    frequency: np.ndarray
+    frequency_low: np.ndarray
+    frequency_high: np.ndarray
+    share: np.ndarray
     reason: Sequence[str]
 
 
-def falling_order(
-    share: Float[np.ndarray, " modes"], growth: Float[np.ndarray, " modes"]
-) -> Int[np.ndarray, " modes"]:
+def falling_order(share: np.ndarray, growth: np.ndarray) -> np.ndarray:
     """Return the order of modes by falling share, and by falling growth where shares agree."""
     # Shares that differ by rounding alone must not decide.
     return np.lexsort((-growth, -np.round(share, 9)))
@@ -73,26 +70,28 @@ def rates_dataset(estimates: RateEstimates, unit: str, level: float) -> xarray.D
     return xarray.Dataset(variables, coords, {"level": level, "unit": unit})
 
 
-def _time_scale(growth: Float[np.ndarray, " modes"]) -> Float[np.ndarray, " modes"]:
+def _time_scale(growth: np.ndarray) -> np.ndarray:
     """Return -1 / growth, infinite where growth is 0 or more."""
-    is_decaying = growth < 0
-    decay = np.where(is_decaying, growth, -1.0)
-    time_scale = np.where(is_decaying, -1.0 / decay, np.inf)
-    return np.where(np.isnan(growth), np.nan, time_scale)
+    time_scale = np.full(growth.shape, np.inf)
+    np.divide(-1.0, growth, out=time_scale, where=~(growth >= 0))
+    return time_scale
 
 
 def rates_rows(rates: xarray.Dataset) -> list[list[str]]:
     """Return a table of rates: a head with units, and a row of words per mode."""
     unit = rates.attrs["unit"]
     heads = ["mode", f"growth (1/{unit})", f"frequency (1/{unit})", f"time scale ({unit})", "share"]
-    rows = [heads]
+    rows = [[*heads, ""]]
     for index in range(rates.sizes["mode"]):
         mode = rates.isel(mode=index)
+        is_resolved = bool(mode.resolved)
+        words = "{:.4g} [{:.4g}, {:.4g}]" if is_resolved else "{:.4g}"
         cells = [str(index)]
         for name in ("growth", "frequency", "time_scale"):
-            cells.append(_with_interval(mode, name))
-        cells.append(f"{float(mode.share):.3f}")
-        rows.append(cells)
+            ends = [float(mode[f"{name}{end}"]) for end in ("", "_low", "_high")]
+            cells.append(words.format(*ends))
+        reason = "" if is_resolved else f"not resolved: {mode.reason.item()}"
+        rows.append([*cells, f"{float(mode.share):.3f}", reason])
     return rows
 
 
@@ -102,28 +101,12 @@ def rates_summary(rates: xarray.Dataset) -> str:
     Args:
         rates: Result of `rates_dataset`, without further dimensions.
     """
-    level = rates.attrs["level"]
+    is_resolved = rates.resolved.values
+    words = f"{is_resolved.sum()} of {is_resolved.size} modes are resolved"
+    lines = [f"Rates with {100 * rates.attrs['level']:.4g} % intervals; {words}."]
     rows = rates_rows(rates)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    reasons = ["", *rates.reason.values]
-    lines = [f"Rates with {100 * level:.4g} % intervals; {_resolved_words(rates.resolved.values)}."]
-    for cells, reason in zip(rows, reasons, strict=True):
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-        if reason:
-            padded.append(f"not resolved: {reason}")
-        lines.append("  ".join(padded))
+    for *cells, reason in rows:
+        columns = list(map(str.rjust, cells, widths))
+        lines.append("  ".join([*columns, reason]).rstrip())
     return "\n".join(lines)
-
-
-def _with_interval(mode: xarray.Dataset, name: str) -> str:
-    """Return a rate with its interval, in four digits."""
-    words = f"{float(mode[name]):.4g}"
-    if bool(mode.resolved):
-        low = float(mode[f"{name}_low"])
-        high = float(mode[f"{name}_high"])
-        words = f"{words} [{low:.4g}, {high:.4g}]"
-    return words
-
-
-def _resolved_words(is_resolved: Bool[np.ndarray, " modes"]) -> str:
-    return f"{is_resolved.sum()} of {is_resolved.size} modes are resolved"

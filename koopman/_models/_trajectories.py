@@ -3,17 +3,16 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
 
 from dissociation._core.checks import check_positive, fail, fail_kind, warn
-from dissociation._core.columns import Reading
+from dissociation._core.columns import Reading, are_even
 from dissociation._core.frames import (
     TabulatedRun,
+    check_unnamed,
     checked_names,
-    has_even_steps,
+    common_labels,
     is_table,
     rising_times,
-    state_labels,
     tabulated_runs,
 )
 from dissociation._core.validation import validated
@@ -33,39 +32,28 @@ class Trajectories(NamedTuple):
     Attributes:
         runs: States of every run, or of every piece of a run: [time, d].
         times: Times of the states, [time]; dates in days since 1970. Row numbers without a clock.
-        inputs: Inputs at the same times, [time, m], or None.
+        inputs: Inputs at the same times, [time, m]; m = 0 without inputs.
         run_of_piece: Index of the run to which a piece belongs.
-        labels: Labels of the runs.
+        state_shape: Shape of one state.
         columns: Labels of the states.
         input_columns: Labels of the inputs.
-        state_shape: Shape of one state.
+        labels: Labels of the runs.
         time_step: Time between rows.
         unit: Unit of time.
         has_dates: True if times are dates.
-        is_series: True if states were numbers, not rows.
     """
 
-    runs: list[Float[np.ndarray, "_ d"]]
-    times: list[Float[np.ndarray, " _"]]
-    inputs: list[Float[np.ndarray, "_ m"]] | None
+    runs: list[np.ndarray]
+    times: list[np.ndarray]
+    inputs: list[np.ndarray]
     run_of_piece: list[int]
-    labels: tuple[Any, ...]
+    state_shape: tuple[int, ...]
     columns: tuple[Any, ...]
     input_columns: tuple[Any, ...]
-    state_shape: tuple[int, ...]
+    labels: tuple[Any, ...]
     time_step: float
     unit: str
     has_dates: bool
-
-
-class _Clocks(NamedTuple):
-    """Times of all runs, with their unit and how they were read."""
-
-    times: list[Float[np.ndarray, " _"]]
-    unit: str
-    has_dates: bool
-    is_counted: bool
-    runs: list[TabulatedRun | None]
 
 
 def read_trajectories(
@@ -85,56 +73,54 @@ def read_trajectories(
         inputs: Arrays of inputs, or names of columns.
         time_step: Time between rows, if it is not read from a clock.
     """
-    listed = list(trajectories) if isinstance(trajectories, list | tuple) else [trajectories]
-    is_framed = any(map(is_table, listed))
-    input_names = _names_of_inputs(inputs) if is_framed else ()
-    if is_framed:
+    is_listed = isinstance(trajectories, list | tuple)
+    tables = list(trajectories) if is_listed else [trajectories]
+    columns = ()
+    input_columns = ()
+    if any(map(is_table, tables)):
         reading = checked_names(reading)
-        tabulated = _tabulated(trajectories, reading, input_names)
-        states = [run.states for run in tabulated]
-        columns = _labels_of_states(listed[0], reading, input_names)
+        if isinstance(inputs, str):
+            input_columns = (inputs,)
+        elif isinstance(inputs, list | tuple) and not any(map(np.ndim, inputs)):
+            input_columns = tuple(inputs)
+        columns = _labels_of_states(tables, reading, input_columns)
+        tabulated, input_arrays = _tabulated(tables, reading, input_columns, is_listed)
     else:
-        if inputs is not None and isinstance(inputs, str):
-            fail("inputs", "be arrays, as `trajectories` are", repr(inputs))
-        states = _arrays(trajectories, trajectory_axis, reading)
-        tabulated = [None] * len(states)
-        columns = ()
-    states = [np.asarray(array) for array in states]
+        check_unnamed("trajectories", reading)
+        arrays = _listed("trajectories", _read_arrays(trajectories), trajectory_axis)
+        tabulated = [TabulatedRun("trajectories", None, array, None, str) for array in arrays]
+        input_arrays = []
+    states = _states_of(tabulated)
+    if inputs is None:
+        input_arrays = [np.zeros((len(array), 0)) for array in states]
+    elif not input_columns:
+        input_arrays = _listed("inputs", _read_inputs(inputs), trajectory_axis)
+        _check_inputs(input_arrays, states)
+        input_columns = range(input_arrays[0].shape[1])
     state_shape = states[0].shape[1:]
-    for array in states:
-        if array.shape[1:] != state_shape:
-            fail("trajectories", f"have states of shape {state_shape}", array.shape[1:])
-    if not columns or len(columns) != int(np.prod(state_shape)):
-        columns = tuple(range(int(np.prod(state_shape))))
-
-    input_arrays = None
-    if input_names:
-        input_arrays = [
-            run.states for run in _tabulated(trajectories, reading, (), columns=input_names)
-        ]
-    elif inputs is not None:
-        input_arrays = _input_arrays(inputs, states, trajectory_axis)
-        input_names = tuple(range(input_arrays[0].shape[1]))
-    clocks = _clocks(tabulated, states)
-    step = _step_of(clocks, time_step)
-    unit = clocks.unit
-    if time_step is not None and clocks.is_counted:
-        unit = "time"
-    labels = [_plain(getattr(run, "label", None)) for run in tabulated]
+    width = int(np.prod(state_shape))
+    if len(columns) != width:
+        columns = range(width)
+    labels = [_plain(run.label) for run in tabulated]
     if None in labels or len(set(labels)) < len(labels):
-        labels = list(range(len(labels)))
+        labels = range(len(labels))
+    times, unit, has_dates = _clock(tabulated)
+    step = _step_of(times, unit, time_step)
+    if unit is None:
+        times = [array * step for array in times]
+        unit = "step" if time_step is None else "time"
     return Trajectories(
-        runs=[array.reshape(len(array), -1).astype(float) for array in states],
-        times=_times(clocks, step),
-        inputs=input_arrays,
+        runs=[array.reshape(len(array), width).astype(float) for array in states],
+        times=times,
+        inputs=[array.astype(float) for array in input_arrays],
         run_of_piece=list(range(len(states))),
         labels=tuple(labels),
         columns=tuple(map(_plain, columns)),
-        input_columns=tuple(map(_plain, input_names)),
-        state_shape=state_shape if len(state_shape) > 1 else (),
+        input_columns=tuple(map(_plain, input_columns)),
+        state_shape=state_shape,
         time_step=step,
         unit=unit,
-        has_dates=clocks.has_dates,
+        has_dates=has_dates,
     )
 
 
@@ -143,62 +129,41 @@ def _plain(label: Any) -> Any:
     return label.item() if isinstance(label, np.generic) else label
 
 
-def _names_of_inputs(inputs: Any) -> tuple[Any, ...]:
-    """Return the names of columns that are inputs; none if inputs are arrays."""
-    if inputs is None:
-        return ()
-    if isinstance(inputs, str):
-        return (inputs,)
-    is_listed = isinstance(inputs, list | tuple) and len(inputs) > 0
-    if is_listed and not any(map(np.ndim, inputs)):
-        return tuple(inputs)
-    return ()
-
-
-def _labels_of_states(table: Any, reading: Reading, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the labels of states, or of a series its name."""
-    if hasattr(table, "iloc") and not hasattr(table, "columns"):
-        return (0 if table.name is None else table.name,)
-    if not is_table(table):
-        return ()
-    return tuple(label for label in state_labels(table, reading) if label not in inputs)
+def _labels_of_states(tables: list[Any], reading: Reading, inputs: tuple[Any, ...]) -> Any:
+    """Return the labels of states, or of a series its name; empty without labels."""
+    labels = [
+        label for label in common_labels("trajectories", tables, reading) if label not in inputs
+    ]
+    name = getattr(tables[0], "name", None)
+    if labels or name is None:
+        return labels
+    return [name]
 
 
 def _tabulated(
-    trajectories: Any, reading: Reading, inputs: tuple[Any, ...], columns: Any = None
-) -> list[TabulatedRun]:
-    """Return the runs of one frame or of a list of frames, without the columns `inputs`."""
-    is_listed = isinstance(trajectories, list | tuple)
-    tables = list(trajectories) if is_listed else [trajectories]
-    if columns is not None:
-        reading = reading._replace(columns=list(columns))
+    tables: list[Any], reading: Reading, inputs: tuple[Any, ...], is_listed: bool
+) -> tuple[list[TabulatedRun], list[np.ndarray]]:
+    """Return the runs of frames without the columns `inputs`, and the inputs of every run."""
     runs = []
+    input_arrays = []
     for index, table in enumerate(tables):
         name = f"trajectories[{index}]" if is_listed else "trajectories"
         if not is_table(table):
             fail_kind(name, "be a frame, as the others are", type(table).__name__)
-        missing = [label for label in inputs if label not in getattr(table, "columns", ())]
-        if missing:
-            labels = list(getattr(table, "columns", ()))
-            fail("inputs", f"be columns of `{name}`, of {labels}, or arrays", missing)
-        if inputs and reading.columns is None:
-            table = table.drop(columns=list(inputs))
+        if inputs:
+            columns = list(getattr(table, "columns", ()))
+            missing = [label for label in inputs if label not in columns]
+            if missing:
+                fail("inputs", f"be columns of `{name}`, of {columns}, or arrays", missing)
+            input_reading = reading._replace(columns=list(inputs))
+            for run in tabulated_runs(name, table, input_reading, is_listed):
+                input_arrays.append(run.states)
+            if reading.columns is None:
+                table = table.drop(columns=list(inputs))
         runs += tabulated_runs(name, table, reading, is_listed)
     if not runs:
         fail("trajectories", "not be empty", "no rows")
-    reshaped = []
-    for run in runs:
-        if run.states.ndim == 1:
-            run = run._replace(states=run.states[:, None])
-        if run.states.dtype.kind == "c":
-            fail_kind(
-                run.name,
-                "hold real numbers",
-                "complex states",
-                "Pass real and imaginary parts as two columns",
-            )
-        reshaped.append(run)
-    return reshaped
+    return runs, input_arrays
 
 
 @validated(empty=("trajectories",))
@@ -207,127 +172,100 @@ def _read_arrays(trajectories: _pairs.Trajectories) -> Any:
     return trajectories
 
 
-def _arrays(trajectories: Any, trajectory_axis: int | None, reading: Reading) -> list[np.ndarray]:
-    """Return trajectories that are no frames as a list of arrays."""
-    for argument in ("time", "run", "columns"):
-        label = getattr(reading, argument)
-        if label is not None:
-            fail(argument, "be None unless `trajectories` is a frame", repr(label))
-    if getattr(getattr(trajectories, "dtype", None), "kind", "") == "O":
-        fail_kind(
-            "trajectories",
-            "hold numbers",
-            "an array of objects",
-            "Pass a list of arrays [time, states], one per run",
-        )
-    arrays = _read_arrays(trajectories)
-    if isinstance(arrays, list):
-        if trajectory_axis is not None:
-            fail("trajectory_axis", "be None for a list of trajectories", trajectory_axis)
-    else:
-        arrays = list(np.asarray(_pairs.one_stack("trajectories", arrays, trajectory_axis)))
-    states = []
-    for index, array in enumerate(arrays):
-        array = np.asarray(array)
+@validated(empty=("inputs",))
+def _read_inputs(inputs: _pairs.Trajectories) -> Any:
+    """Return converted arrays, one or a list."""
+    return inputs
+
+
+def _listed(name: str, arrays: Any, trajectory_axis: int | None) -> list[np.ndarray]:
+    """Return a list of arrays with a time axis and an axis of states or more."""
+    if not isinstance(arrays, list):
+        arrays = _pairs.one_stack(name, arrays, trajectory_axis)
+    elif name == "trajectories" and trajectory_axis is not None:
+        fail("trajectory_axis", "be None for a list of trajectories", trajectory_axis)
+    listed = []
+    for index, array in enumerate(map(np.asarray, arrays)):
         if array.ndim == 0:
-            fail(f"trajectories[{index}]", "have a time axis", "shape ()")
-        states.append(array[:, None] if array.ndim == 1 else array)
+            fail(f"{name}[{index}]", "have a time axis", "shape ()")
+        listed.append(array[:, None] if array.ndim == 1 else array)
+    return listed
+
+
+def _states_of(runs: list[TabulatedRun]) -> list[np.ndarray]:
+    """Return the states of runs, or raise unless they are real and of one shape."""
+    states = []
+    for run in runs:
+        array = run.states[:, None] if run.states.ndim == 1 else run.states
+        if array.dtype.kind == "c":
+            advice = "Pass real and imaginary parts as two columns"
+            fail_kind(run.name, "hold real numbers", "complex states", advice)
+        states.append(array)
+        shape = states[0].shape[1:]
+        if array.shape[1:] != shape:
+            fail("trajectories", f"have states of shape {shape}", array.shape[1:])
     return states
 
 
-def _input_arrays(
-    inputs: Any, states: list[np.ndarray], trajectory_axis: int | None
-) -> list[Float[np.ndarray, "_ m"]]:
-    """Return inputs [time, m] of every run."""
-    if isinstance(inputs, list | tuple):
-        arrays = [np.asarray(array, float) for array in inputs]
-        if len(states) == 1 and arrays and arrays[0].ndim < 2 and len(arrays) != 1:
-            arrays = [np.asarray(inputs, float)]
-    else:
-        array = np.asarray(inputs, float)
-        arrays = (
-            [array] if trajectory_axis is None else list(np.moveaxis(array, trajectory_axis, 0))
-        )
-    if len(arrays) != len(states):
+def _check_inputs(inputs: list[np.ndarray], states: list[np.ndarray]) -> None:
+    """Raise unless every run has inputs [time, m] at its times."""
+    if len(inputs) != len(states):
         advice = "Pass a list with one array [time, inputs] per run"
-        fail("inputs", f"have one array per run ({len(states)})", len(arrays), advice)
-    shaped = []
-    for index, (array, run) in enumerate(zip(arrays, states, strict=True)):
-        if array.ndim == 1:
-            array = array[:, None]
-        if array.ndim != 2 or len(array) != len(run):
+        fail("inputs", f"have one array per run ({len(states)})", len(inputs), advice)
+    num_columns = inputs[0].shape[-1]
+    for index, array in enumerate(inputs):
+        shape = (len(states[index]), num_columns)
+        if array.shape != shape:
             fail(
-                f"inputs[{index}]" if len(states) > 1 else "inputs",
-                f"have shape [time, inputs] with the {len(run)} times of the states",
+                "inputs",
+                f"have shape [time, inputs] with the {shape[0]} times of run {index}, and as many "
+                "columns in every run",
                 f"shape {array.shape}",
                 "u_t acts from t to t + 1; repeat the last one for the last state",
             )
-        shaped.append(array)
-    if len({array.shape[1] for array in shaped}) > 1:
-        fail("inputs", "have as many columns in every run", [a.shape[1] for a in shaped])
-    return shaped
 
 
-def _clocks(tabulated: list[Any], states: list[np.ndarray]) -> _Clocks:
-    """Return the times of runs, dates in days."""
+def _clock(runs: list[TabulatedRun]) -> tuple[list[np.ndarray], str | None, bool]:
+    """Return the times of runs, dates in days, their unit, and True for dates.
+
+    Without a clock times are row numbers, and the unit is None.
+    """
     times = []
-    unit = "step"
+    unit = None
     has_dates = False
-    is_counted = True
-    for run, array in zip(tabulated, states, strict=True):
-        if run is None or run.times is None:
-            times.append(np.arange(len(array), dtype=float))
+    for run in runs:
+        rows = np.arange(len(run.states))
+        if run.times is None:
+            times.append(rows.astype(float))
             continue
         index, numbers = rising_times(run)
+        name = index.name
         if hasattr(index, "asi8"):
-            nanoseconds = np.asarray(index).astype(f"{np.asarray(index).dtype.kind}8[ns]")
-            times.append(nanoseconds.astype(np.int64) / _DAY)
-            has_dates = np.asarray(index).dtype.kind == "M"
-            unit = "day"
-            is_counted = False
-            continue
+            kind = np.asarray(index).dtype.kind
+            numbers = np.asarray(index).astype(f"{kind}8[ns]").astype(np.int64) / _DAY
+            has_dates = kind == "M"
+            name = "day"
+        elif name is None and not np.array_equal(numbers, rows):
+            name = "time"
         times.append(numbers.astype(float))
-        if index.name is not None:
-            unit = str(index.name)
-            is_counted = False
-        elif not np.array_equal(numbers, np.arange(len(numbers))):
-            unit = "time"
-            is_counted = False
-    return _Clocks(times, unit, has_dates, is_counted, tabulated)
+        if name is not None:
+            unit = str(name)
+    return times, unit, has_dates
 
 
-def _step_of(clocks: _Clocks, time_step: float | None) -> float:
+def _step_of(times: list[np.ndarray], unit: str | None, time_step: float | None) -> float:
     """Return the median step of the clock, or `time_step` without one."""
     if time_step is not None:
         check_positive("time_step", time_step)
-    if clocks.is_counted:
-        return 1.0 if time_step is None else float(time_step)
-    steps = np.concatenate([np.diff(times) for times in clocks.times])
+    if unit is None:
+        return float(time_step or 1.0)
+    steps = np.concatenate(list(map(np.diff, times)))
     if not len(steps):
         fail("trajectories", "hold runs of two rows or more", "single rows")
     step = float(np.median(steps))
     if time_step is not None and abs(step - time_step) > _TOLERANCE * step:
-        fail(
-            "time_step",
-            f"be None, or that of the clock ({step:.6g} {clocks.unit})",
-            time_step,
-        )
+        fail("time_step", f"be None, or that of the clock ({step:.6g} {unit})", time_step)
     return step
-
-
-def _times(clocks: _Clocks, step: float) -> list[Float[np.ndarray, " _"]]:
-    """Return times; those that count rows in units of the time step."""
-    if clocks.is_counted:
-        return [times * step for times in clocks.times]
-    return clocks.times
-
-
-class _Cuts(NamedTuple):
-    """Numbers of what split runs into pieces."""
-
-    num_missing: int
-    num_gaps: int
-    num_short: int
 
 
 def cut_at_gaps(
@@ -351,114 +289,83 @@ def cut_at_gaps(
     pieces = []
     num_missing = 0
     num_gaps = 0
-    longest = 0
-    for index, (states, times) in enumerate(
-        zip(trajectories.runs, trajectories.times, strict=True)
-    ):
-        columns = [states]
-        if trajectories.inputs is not None:
-            columns.append(trajectories.inputs[index])
-        is_complete = np.all(np.isfinite(np.concatenate(columns, 1)), 1)
-        _refuse_infinite(states, index)
-        is_gap = np.diff(times) > _GAP * trajectories.time_step
-        _check_even(times, is_gap, trajectories, index)
+    for index, states in enumerate(trajectories.runs):
+        is_complete = _complete(states, index) & np.isfinite(trajectories.inputs[index]).all(1)
+        is_gap = np.diff(trajectories.times[index]) > _GAP * trajectories.time_step
+        _check_even(trajectories, index, is_gap)
         num_missing += int((~is_complete).sum())
         num_gaps += int(is_gap.sum())
-        for rows in _pieces(is_complete, is_gap):
-            longest = max(longest, len(rows))
-            pieces.append((index, rows))
+        rows = np.flatnonzero(is_complete)
+        is_cut = (np.diff(rows) > 1) | is_gap[rows[1:] - 1]
+        for piece in np.split(rows, np.flatnonzero(is_cut) + 1):
+            if len(piece):
+                pieces.append((index, range(piece[0], piece[-1] + 1)))
+    lengths = [len(rows) for _, rows in pieces]
+    longest = max(lengths, default=0)
+    if longest < min_rows:
+        requirement = f"have {min_rows} rows or more in a run without gaps"
+        fail("trajectories", requirement, f"{longest} at most", advice)
     long_pieces = [piece for piece in pieces if len(piece[1]) >= min_rows]
-    if not long_pieces:
-        fail(
-            "trajectories",
-            f"have {min_rows} rows or more in a run without gaps",
-            f"{longest} at most",
-            advice,
-        )
-    cuts = _Cuts(num_missing, num_gaps, len(pieces) - len(long_pieces))
-    _warn_cuts(cuts, len(pieces), min_rows)
-    inputs = trajectories.inputs
-    if inputs is not None:
-        inputs = [inputs[index][rows] for index, rows in long_pieces]
-    return trajectories._replace(
-        runs=[trajectories.runs[index][rows] for index, rows in long_pieces],
-        times=[trajectories.times[index][rows] for index, rows in long_pieces],
-        inputs=inputs,
-        run_of_piece=[trajectories.run_of_piece[index] for index, _ in long_pieces],
-    )
-
-
-def _refuse_infinite(states: Float[np.ndarray, "n d"], index: int) -> None:
-    if np.isinf(states).any():
-        position = tuple(np.argwhere(np.isinf(states))[0].tolist())
-        fail(f"trajectories[{index}]", "be finite, or NaN where missing", f"inf at {position}")
-
-
-def _pieces(is_complete: Bool[np.ndarray, " n"], is_gap: Bool[np.ndarray, " gaps"]) -> list[range]:
-    """Return the row numbers of each piece of a run, a range."""
-    rows = np.flatnonzero(is_complete)
-    is_cut = np.diff(rows) > 1
-    is_cut |= is_gap[rows[1:] - 1]
-    pieces = np.split(rows, np.flatnonzero(is_cut) + 1)
-    ranges = []
-    for piece in pieces:
-        if len(piece):
-            ranges.append(range(piece[0], piece[-1] + 1))
-    return ranges
-
-
-def _check_even(
-    times: Float[np.ndarray, " n"],
-    is_gap: Bool[np.ndarray, " gaps"],
-    trajectories: Trajectories,
-    index: int,
-) -> None:
-    """Raise unless a run has the common step between its gaps."""
-    step = trajectories.time_step
-    errors = np.abs(np.diff(times) - step)[~is_gap]
-    # Steps of a calendar, such as months, differ by a tenth.
-    is_uneven = errors.size and errors.max() > 0.1 * step
-    for piece in np.split(times, np.flatnonzero(is_gap) + 1):
-        if len(piece) > 2 and not is_uneven:
-            is_uneven = not has_even_steps(piece, piece) and not trajectories.has_dates
-    if is_uneven:
-        smallest = np.diff(times).min()
-        label = trajectories.labels[trajectories.run_of_piece[index]]
-        fail(
-            "trajectories",
-            f"have one time step in all runs, apart from gaps ({step:.4g} {trajectories.unit})",
-            f"steps from {smallest:.4g} to {np.diff(times)[~is_gap].max():.4g} in run {label!r}",
-            "For uneven times use koopman.fit_exponentials, or resample",
-        )
-
-
-def _warn_cuts(cuts: _Cuts, num_pieces: int, min_rows: int) -> None:
-    """Warn once of missing rows, gaps and short pieces."""
+    num_short = len(pieces) - len(long_pieces)
     words = []
-    if cuts.num_missing or cuts.num_gaps:
+    if num_missing or num_gaps:
+        words.append(f"split runs at {num_missing} rows with missing values and {num_gaps} gaps")
+    if num_short:
         words.append(
-            f"split runs at {cuts.num_missing} rows with missing values and {cuts.num_gaps} gaps"
-        )
-    if cuts.num_short:
-        words.append(
-            f"left out {cuts.num_short} of {num_pieces} pieces that have fewer than {min_rows} rows"
+            f"left out {num_short} of {len(pieces)} pieces that have fewer than {min_rows} rows"
         )
     if words:
         sentence = ", and ".join(words)
         warn(f"{sentence[0].upper()}{sentence[1:]}.", UserWarning)
+
+    def cut(arrays: Any) -> list[np.ndarray]:
+        return [arrays[index][rows.start : rows.stop] for index, rows in long_pieces]
+
+    return trajectories._replace(
+        runs=cut(trajectories.runs),
+        times=cut(trajectories.times),
+        inputs=cut(trajectories.inputs),
+        run_of_piece=[index for index, _ in long_pieces],
+    )
+
+
+def _complete(states: np.ndarray, index: int) -> np.ndarray:
+    """Return True for rows without NaN; raise for infinite values."""
+    if np.isinf(states).any():
+        position = tuple(np.argwhere(np.isinf(states))[0].tolist())
+        fail(f"trajectories[{index}]", "be finite, or NaN where missing", f"inf at {position}")
+    return np.isfinite(states).all(1)
+
+
+def _check_even(trajectories: Trajectories, index: int, is_gap: np.ndarray) -> None:
+    """Raise unless a run has the common step between its gaps."""
+    step = trajectories.time_step
+    times = trajectories.times[index]
+    steps = np.diff(times)[~is_gap]
+    # Steps of a calendar, such as months, differ by a tenth.
+    is_even = np.abs(steps - step).max(initial=0.0) <= 0.1 * step
+    if is_even and not trajectories.has_dates:
+        pieces = np.split(times, np.flatnonzero(is_gap) + 1)
+        is_even = all(are_even(piece) for piece in pieces if len(piece) > 2)
+    if not is_even:
+        fail(
+            "trajectories",
+            f"have one time step in all runs, apart from gaps ({step:.4g} {trajectories.unit})",
+            f"steps from {steps.min():.4g} to {steps.max():.4g} in run "
+            f"{trajectories.labels[index]!r}",
+            "For uneven times use koopman.fit_exponentials, or resample",
+        )
 
 
 def drop_missing(trajectories: Trajectories) -> Trajectories:
     """Return runs without the rows that have missing values, and warn of them."""
     runs = []
     times = []
-    num_missing = 0
     for index, states in enumerate(trajectories.runs):
-        _refuse_infinite(states, index)
-        is_complete = np.isfinite(states).all(1)
-        num_missing += int((~is_complete).sum())
+        is_complete = _complete(states, index)
         runs.append(states[is_complete])
         times.append(trajectories.times[index][is_complete])
+    num_missing = sum(map(len, trajectories.runs)) - sum(map(len, runs))
     if num_missing:
         warn(f"Left out {num_missing} rows with missing values.", UserWarning)
     return trajectories._replace(runs=runs, times=times)

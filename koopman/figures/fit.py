@@ -12,8 +12,10 @@ from matplotlib.figure import Figure
 
 from dissociation import figures
 from dissociation._core import checks
+from dissociation._core.array_files import open_arrays
 from dissociation.figures import AnyMeter, Cache, CacheFolder
 from koopman import KoopmanModel, PrincipalComponents, Ridge, fit_model, plot_model
+from koopman._models._rates import rates_rows
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -55,13 +57,16 @@ class Config:
     """Times of the tones."""
 
     def __post_init__(self):
-        for name in ("lag", "steps"):
-            checks.check_count(name, getattr(self, name), minimum=1, maximum=10**6)
-        if self.num_delays is not None:
-            checks.check_count("num_delays", self.num_delays, minimum=1, maximum=10**6)
-        checks.check_count("num_times", self.num_times, minimum=200, maximum=10**6)
-        if self.rank not in (None, "auto"):
-            checks.check_count("rank", self.rank, minimum=1)
+        for name, minimum in {
+            "lag": 1,
+            "steps": 1,
+            "num_delays": 1,
+            "rank": 1,
+            "num_times": 200,
+        }.items():
+            count = getattr(self, name)
+            if count not in (None, "auto"):
+                checks.check_count(name, count, minimum=minimum, maximum=10**6)
         checks.check_level(self.level)
         if self.file is not None and Path(self.file).suffix not in SUFFIXES:
             checks.fail("file", f"end in one of {', '.join(SUFFIXES)}", repr(self.file))
@@ -82,26 +87,13 @@ def source(config: Config) -> dict[str, np.ndarray] | None:
         import pandas
 
         table = pandas.read_csv(path)
-        return {str(name): _array(table[name]) for name in table.columns}
-    try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {"states": loaded}
-        with loaded as file:
-            return {name: file[name] for name in file.files}
-    except ValueError as error:
-        checks.fail(
-            "file",
-            "hold arrays of numbers",
-            f"{path} ({error})",
-            "Write a list of arrays as numpy.savez(file, *arrays)",
-        )
-
-
-def _array(column: Any) -> np.ndarray:
-    """Return a column as numbers, or as text."""
-    values = column.to_numpy()
-    return values.astype(str) if values.dtype.kind not in "biuf" else values
+        columns = {str(name): table[name].to_numpy() for name in table.columns}
+        # Text, because the contents of a run are those of arrays.
+        return {
+            name: values if values.dtype.kind in "biuf" else values.astype(str)
+            for name, values in columns.items()
+        }
+    return {name: array.read() for name, array in open_arrays(path).items()}
 
 
 def compute(
@@ -135,10 +127,8 @@ def _computed(config: Config, key: Array, data: Any, cache: Cache) -> xarray.Dat
             raise checks.WrongValue(str(error)) from error
         if cache.folder is not None:
             model.save(cache.folder.parent / "model.npz")
-    return dataset.assign_attrs(
-        model=repr(model),
-        num_pairs=int(np.maximum(model.lifted.lengths - config.lag, 0).sum()),
-    )
+    num_pairs = int(np.maximum(model.lifted.lengths - config.lag, 0).sum())
+    return dataset.assign_attrs(model=repr(model), num_pairs=num_pairs)
 
 
 def _model(config: Config, key: Array, data: Any) -> KoopmanModel:
@@ -155,29 +145,26 @@ def _model(config: Config, key: Array, data: Any) -> KoopmanModel:
         import pandas
 
         trajectories = pandas.DataFrame(data)
-        named = {"time": config.time, "run": config.run}
-        listed = {"columns": list(config.columns), "inputs": list(config.inputs)}
-        options = {name: value for name, value in (named | listed).items() if value}
+        for name in ("time", "run", "columns", "inputs"):
+            setting = getattr(config, name)
+            if setting:
+                options[name] = list(setting) if isinstance(setting, tuple) else setting
     else:
-        for name in ("time", "run"):
-            if getattr(config, name) is not None:
-                checks.fail(name, "be None unless `file` is a table", getattr(config, name))
-        trajectories = _arrays(data, "columns", config.columns, config.inputs)
+        options = {"time": config.time, "run": config.run}
+        names = config.columns or [name for name in data if name not in config.inputs]
+        trajectories = _arrays(data, "columns", names)
         if config.inputs:
-            options["inputs"] = _arrays(data, "inputs", config.inputs, ())
+            options["inputs"] = _arrays(data, "inputs", config.inputs)
     estimator = Ridge() if rank is None else PrincipalComponents(rank)
     return fit_model(trajectories, estimator, lag=config.lag, num_delays=num_delays, **options)
 
 
-def _arrays(
-    data: dict[str, np.ndarray], argument: str, names: tuple[str, ...], others: tuple[str, ...]
-) -> list[np.ndarray]:
-    """Return the named arrays, or all but `others`."""
+def _arrays(data: dict[str, np.ndarray], argument: str, names: Any) -> list[np.ndarray]:
+    """Return the arrays of these names."""
     missing = [name for name in names if name not in data]
     if missing:
         checks.fail(argument, f"be arrays of the file, of {list(data)}", missing)
-    chosen = names or [name for name in data if name not in others]
-    return [data[name] for name in chosen]
+    return [data[name] for name in names]
 
 
 def _tones(num_times: int, key: Array) -> np.ndarray:
@@ -220,15 +207,4 @@ def headline(dataset: xarray.Dataset) -> str:
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per mode."""
-    unit = dataset.attrs["unit"]
-    heads = [f"growth (1/{unit})", f"frequency (1/{unit})", f"time scale ({unit})"]
-    rows = [["mode", *heads, "share", "not resolved"]]
-    for index in range(dataset.sizes["mode"]):
-        mode = dataset.isel(mode=index)
-        cells = [str(index)]
-        for name in ("growth", "frequency", "time_scale"):
-            values = [float(mode[f"{name}{end}"]) for end in ("", "_low", "_high")]
-            words = "{:.4g} [{:.4g}, {:.4g}]" if bool(mode.resolved) else "{:.4g}"
-            cells.append(words.format(*values))
-        rows.append([*cells, f"{float(mode.share):.3f}", str(mode.reason.values)])
-    return rows
+    return rates_rows(dataset)

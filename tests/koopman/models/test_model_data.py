@@ -135,7 +135,7 @@ def test_unclear_data_are_refused_with_what_to_write():
     )
     refused(
         (lambda: fit_model(RUNS[0] + 1j), "imaginary parts as two features"),
-        (lambda: fit_model(np.array([None, {}, []], object)), "an array of objects"),
+        (lambda: fit_model(np.array([None, {}, []], object)), "an array of dtype object"),
         error=TypeError,
     )
 
@@ -223,6 +223,16 @@ def test_inputs_of_frames_and_scores():
     assert (scores.persistence > 3 * scores.error).all()
 
 
+def test_noise_of_driven_states_is_seen_at_twice_the_lag():
+    rng = np.random.default_rng(5)
+    reasons = []
+    for runs in (DRIVEN, [x + rng.normal(size=x.shape) for x in DRIVEN]):
+        rates = fit_model(runs, inputs=INPUTS).rates()
+        reasons.append(str(rates.reason.values[0]))
+    assert reasons[0] == ""
+    assert reasons[1].startswith("twice the lag disagrees")
+
+
 def test_inputs_that_do_not_fit_are_refused():
     model = fit_model(DRIVEN, inputs=INPUTS)
 
@@ -237,7 +247,7 @@ def test_inputs_that_do_not_fit_are_refused():
         (fitted(constant), "`inputs` must vary: the intercept stands for"),
         (fitted(feedback), "`inputs` must not be a linear function of the states"),
         (fitted(INPUTS[:2]), r"`inputs` must have one array per run \(3\), got 2"),
-        (fitted([u[:-1] for u in INPUTS]), r"`inputs\[0\]` must have shape .*150 times"),
+        (fitted([u[:-1] for u in INPUTS]), r"`inputs` must have shape .*150 times of run 0"),
         (fitted(INPUTS, PrincipalComponents(1)), "`estimator` must be Ridge with"),
         (fitted(INPUTS, lag=2), "`lag` must be 1 with"),
         (fitted(INPUTS, kernel=RBF(1.0)), "`kernel` must be None with"),
