@@ -103,8 +103,8 @@ class Exponentials(eqx.Module):
         tails = np.array([0.5 - 0.5 * level, 0.5 + 0.5 * level])
         noise = np.quantile(self._residuals, tails, axis=0)
         datasets = []
-        for run, array in enumerate(_times_of_runs(times, len(trajectories.runs))):
-            numbers = _as_numbers(array, trajectories.has_dates)
+        arrays = _times_of_runs(times, len(trajectories.runs), trajectories.has_dates)
+        for run, numbers in enumerate(arrays):
             states = self._fits.waves(run, numbers).sum(2) @ self._fits.basis
             mean = states[0]
             half_width = _half_width(states, level)
@@ -196,38 +196,35 @@ def fit_exponentials(
     return _exponentials(problem, *fit, rank)
 
 
-def _times_of_runs(times: Any, num_runs: int) -> list[np.ndarray]:
-    """Return the times of every run."""
+def _times_of_runs(times: Any, num_runs: int, has_dates: bool) -> list[np.ndarray]:
+    """Return the times of every run as numbers, dates in days."""
     is_listed = isinstance(times, list | tuple) and len(times) > 0 and np.ndim(times[0]) > 0
     listed = times if is_listed else [times] * num_runs
     if len(listed) != num_runs:
         fail("times", f"be one array, or a list of {num_runs}, one per run", len(listed))
-    return list(map(np.asarray, listed))
-
-
-def _as_numbers(times: np.ndarray, has_dates: bool) -> np.ndarray:
-    """Return times as numbers, dates in days."""
-    if times.ndim != 1 or times.dtype.kind not in ("M" if has_dates else "iuf"):
-        kind = "dates" if has_dates else "numbers"
-        fail_kind("times", f"be {kind} [time]", f"{times.dtype} of shape {times.shape}")
-    if has_dates:
-        return times.astype("datetime64[ns]").astype(np.int64) / 86400e9
-    check_finite("times", times)
-    return times.astype(float)
+    arrays = []
+    for array in map(np.asarray, listed):
+        if array.ndim != 1 or array.dtype.kind not in ("M" if has_dates else "iuf"):
+            kind = "dates" if has_dates else "numbers"
+            fail_kind("times", f"be {kind} [time]", f"{array.dtype} of shape {array.shape}")
+        if has_dates:
+            array = array.astype("datetime64[ns]").astype(np.int64) / 86400e9
+        check_finite("times", array)
+        arrays.append(array.astype(float))
+    return arrays
 
 
 def _with_times(trajectories: Trajectories, times: Any) -> Trajectories:
     """Return the runs with the times of an argument."""
     if times is None:
         return trajectories
-    listed = _times_of_runs(times, len(trajectories.runs))
-    has_dates = listed[0].dtype.kind == "M"
-    arrays = []
-    for index, states in enumerate(trajectories.runs):
-        array = _as_numbers(listed[index], has_dates)
-        arrays.append(array)
-        if len(array) != len(states):
-            fail("times", f"have the {len(states)} times of run {index}", len(array))
+    runs = trajectories.runs
+    first = times[0] if isinstance(times, list | tuple) else times
+    has_dates = np.asarray(first).dtype.kind == "M"
+    arrays = _times_of_runs(times, len(runs), has_dates)
+    for index, array in enumerate(arrays):
+        if len(array) != len(runs[index]):
+            fail("times", f"have the {len(runs[index])} times of run {index}", len(array))
         falls = np.flatnonzero(np.diff(array) <= 0)
         if len(falls):
             received = f"{array[falls[0]]:.6g} before {array[falls[0] + 1]:.6g}"
@@ -350,17 +347,17 @@ def _exponentials(problem: _Problem, solution: Solution, power: Any, rank: int) 
         fits = reweighted(problem.samples, solution.blocks, blocks, np.arange(_NUM_BLOCKS))
         stacked = jax.tree.map(lambda *leaves: np.concatenate(leaves), stacked, fits)
     fits = _complex_fits(stacked, problem)
-    waves = []
-    for run, times in enumerate(trajectories.times):
-        waves.append(fits.waves(run, times)[0])
+    waves = [fits.waves(run, times)[0] for run, times in enumerate(trajectories.times)]
     waves = np.concatenate(waves)
     residuals = np.concatenate(trajectories.runs) - waves.sum(1) @ problem.basis
+    centred = waves - waves.mean(0)
+    power_of_mode = np.einsum("nmk,nk->m", centred, centred.sum(1))
     ratio = residuals.size / problem.num_free(rank)
     is_noise = np.sum(waves**2, (0, 2)) < _NOISE_PEAKS * float(power)
     scale = np.exp(-np.abs(np.real(fits.rates[0])) * problem.reach[:, None])
     return Exponentials(
         amplitudes=(fits.amplitudes[0] * scale[..., None]) @ problem.basis,
-        share=_shares(waves),
+        share=power_of_mode / max(power_of_mode.sum(), np.finfo(float).tiny),
         rank=rank,
         trajectories=trajectories,
         _fits=fits,
@@ -398,14 +395,6 @@ def _half_width(values: np.ndarray, level: float) -> np.ndarray:
         return np.full(values.shape[1:], np.nan)
     error = jackknife_error(replicates) / (1 - KEPT_WEIGHT)
     return student_quantile(replicates, level) * error
-
-
-def _shares(waves: np.ndarray) -> np.ndarray:
-    """Return the share of every mode in the variance of the fit, from waves [rows, modes, k]."""
-    centred = waves - waves.mean(0)
-    total = centred.sum(1)
-    products = np.einsum("nmk,nk->m", centred, total)
-    return products / max(np.sum(total**2), np.finfo(float).tiny)
 
 
 def _reasons(rates_per_step: np.ndarray, stacked: Any, is_noise: np.ndarray) -> list[str]:

