@@ -139,25 +139,24 @@ def _computed(config: Config, key: Array, data: None, cache: Cache) -> xarray.Da
             trial_key = jax.random.fold_in(system_key, index)
             jobs[f"{position}_{index}"] = partial(_trials, config, name, length, trial_key)
     trials = cache.get_all(jobs, "simulating and fitting")
-    stacked = np.stack([trials[job]["counts"] for job in jobs])
-    counts = np.moveaxis(stacked.reshape(len(SYSTEMS), len(config.lengths), -1, len(COUNTS)), 3, 0)
-    axes = ("systems", "lengths")
-    variables: dict[str, Any] = {}
-    for name, count in zip(COUNTS, counts, strict=True):
-        variables[name] = ((*axes, "seeds"), count)
-    for name, (hits, total) in {"coverage": counts[:2], "withheld": counts[2:]}.items():
-        size = np.maximum(total.sum(2), 1)
-        fraction = hits.sum(2) / size
-        # Counts of a trajectory depend on each other.
-        deviations = hits - fraction[..., None] * total
-        variables[name] = (axes, fraction)
-        variables[f"{name}_error"] = (axes, np.sqrt(np.sum(deviations**2, 2)) / size)
+    counts = np.stack([trials[job]["counts"] for job in jobs])
     coords = {
         "systems": list(SYSTEMS),
         "lengths": ("lengths", list(config.lengths), {"units": "steps"}),
         "level": config.level,
     }
-    return xarray.Dataset(variables, coords)
+    shape = (len(SYSTEMS), len(config.lengths), config.num_seeds)
+    dataset = xarray.Dataset(coords=coords)
+    for position, name in enumerate(COUNTS):
+        count = counts[..., position].reshape(shape)
+        dataset[name] = (("systems", "lengths", "seeds"), count)
+    for name, hits, total in (("coverage", *COUNTS[:2]), ("withheld", *COUNTS[2:])):
+        size = dataset[total].sum("seeds")
+        dataset[name] = dataset[hits].sum("seeds") / size
+        # Counts of a trajectory depend on each other.
+        deviations = dataset[hits] - dataset[name] * dataset[total]
+        dataset[f"{name}_error"] = (deviations**2).sum("seeds") ** 0.5 / size
+    return dataset
 
 
 @jax.enable_x64(True)
@@ -178,12 +177,13 @@ def _trials(config: Config, name: str, length: int, key: Array) -> dict[str, np.
         eigenvalues = np.exp(rates.growth.values + 2j * np.pi * rates.frequency.values)
         modes, nearest = linear_sum_assignment(np.abs(truth[:, None] - eigenvalues))
         rates = rates.isel(mode=nearest)
-        low = rates[["growth_low", "frequency_low"]].to_array().values
-        high = rates[["growth_high", "frequency_high"]].to_array().values
-        is_defined = rates.resolved.values & has_rate[:, modes]
-        is_covered = (low <= exact[:, modes]) & (exact[:, modes] <= high) & is_defined
+        is_resolved = rates.resolved.values
+        is_defined = is_resolved & has_rate[:, modes]
+        is_above = rates[["growth_low", "frequency_low"]].to_array().values <= exact[:, modes]
+        is_below = exact[:, modes] <= rates[["growth_high", "frequency_high"]].to_array().values
+        is_covered = is_above & is_below & is_defined
         is_strong = rates.reason.values != "below the noise floor"
-        is_withheld = is_strong & ~rates.resolved.values
+        is_withheld = is_strong & ~is_resolved
         masks = (is_covered, is_defined, is_withheld, is_strong)
         counts.append(list(map(np.sum, masks)))
     return {"counts": np.asarray(counts)}
