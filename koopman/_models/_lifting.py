@@ -373,7 +373,7 @@ def _kernel_map(recipe: Recipe, states: np.ndarray) -> KernelMap:
         centres = states[np.unique(np.argmin(distances, 1))]
     elif width != states.shape[1]:
         requirement = f"have shape [m, {states.shape[1]}], a row of delays, newest state first"
-        fail("centres", requirement, np.shape(recipe.centres))
+        fail("centres", requirement, centres.shape)
     return nystroem_map(recipe.kernel, centres.astype(dtype))
 
 

@@ -197,8 +197,7 @@ class KoopmanModel(eqx.Module):
 
     def mode_table(self, level: float = 0.9) -> ModeTable:
         """Return the rates with eigenvalues and mode shapes in the same order."""
-        check_level(level)
-        check_known("rates are tables of numbers", model=self)
+        self._check(level)
         values, shapes, share, is_constant = self._spectrum
         intervals = self._intervals(values, level)
         estimates = intervals.with_share(share, values)
@@ -262,8 +261,7 @@ class KoopmanModel(eqx.Module):
         Raises:
             ValueError: If `past` is too short or of other columns, or inputs do not fit.
         """
-        check_level(level)
-        check_known("forecasts are tables of numbers", model=self)
+        self._check(level)
         ahead = _checked_steps(steps)
         present, driving, times, labels = self._starts(past, inputs, int(ahead[-1]))
         num_runs = len(present)
@@ -305,7 +303,7 @@ class KoopmanModel(eqx.Module):
             A dataset over `step` and `column`: `error`, and `persistence`, the error of the last
             state repeated.
         """
-        check_known("scores are tables of numbers", model=self)
+        self._check()
         ahead = _checked_steps(steps)
         num_rows = self.recipe.span + self.recipe.lag * int(ahead[0])
         series = _series(self._read("trajectories", trajectories, num_rows, inputs), self.recipe)
@@ -335,8 +333,7 @@ class KoopmanModel(eqx.Module):
         Raises:
             ValueError: If the model has features of states, a kernel, or images.
         """
-        check_level(level)
-        check_known("matrices are tables of numbers", model=self)
+        self._check(level)
         recipe = self.recipe
         if recipe.features or recipe.kernel or recipe.state_basis:
             received = "features, a kernel, or more columns than rows"
@@ -368,8 +365,13 @@ class KoopmanModel(eqx.Module):
         Args:
             path: Name of the file.
         """
-        check_known("a file holds numbers", model=self)
+        self._check()
         write_model(self, path, _SAVED)
+
+    def _check(self, level: float = 0.9) -> None:
+        """Raise if the model is traced, or unless the level is a probability."""
+        check_level(level)
+        check_known("tables and files hold numbers", model=self)
 
     def _row_lengths(self, series: Series) -> list[int]:
         return np.maximum(series.lengths - self.recipe.span + 1, 0).tolist()
@@ -625,7 +627,8 @@ def _inputs_of_runs(inputs: Any, shape: tuple[int, int, int]) -> np.ndarray:
 
 def _available(table: Any, meaning: Meaning) -> Reading:
     """Return the names of a fit that a new frame has."""
-    names = {*getattr(table, "columns", ()), *getattr(table.index, "names", ())}
+    names = {*getattr(table, "columns", ()), *getattr(table, "dims", ())}
+    names = names.union(getattr(getattr(table, "index", None), "names", ()))
     time = meaning.time if meaning.time in names else None
     runs = meaning.run if isinstance(meaning.run, tuple) else (meaning.run,)
     run = list(runs) if names.issuperset(runs) else None
@@ -746,9 +749,10 @@ def fit_model(
         center,
         cut.state_shape,
     )
-    names = [tuple(label) if isinstance(label, list) else label for label in (time, run)]
+    runs = tuple(run) if isinstance(run, list) else run
     # The last fields of trajectories are the first ones of their meaning.
-    meaning = Meaning(*cut[5:], *names)
+    facts: list[Any] = [*cut[5:], time, runs]
+    meaning = Meaning(*facts)
     return _model_of(recipe, _series(cut, recipe), meaning)
 
 
@@ -786,9 +790,14 @@ def _series(cut: Trajectories, recipe: Recipe) -> Series:
     elif recipe.state_basis is not None:
         states = recipe.state_basis.coordinates(states)
         features = states
-    lengths = np.asarray(list(map(len, cut.runs)))
-    arrays = [np.concatenate(cut.inputs), np.concatenate(cut.times), lengths]
-    return Series(states, features, *arrays, np.asarray(cut.run_of_piece))
+    return Series(
+        states,
+        features,
+        np.concatenate(cut.inputs),
+        np.concatenate(cut.times),
+        np.asarray(list(map(len, cut.runs))),
+        np.asarray(cut.run_of_piece),
+    )
 
 
 def _targets(series: Series, recipe: Recipe) -> np.ndarray:
@@ -867,7 +876,8 @@ def _in_units(
     operator: Operator, metric: np.ndarray, x: np.ndarray, y: np.ndarray, center: bool
 ) -> Operator:
     """Return an operator that was fitted to x times `metric` and to y as one on x and y."""
-    matrix = metric @ np.asarray(operator.encode.matrix)
+    encode: Any = operator.encode
+    matrix = metric @ np.asarray(encode.matrix)
     mean_x = x.mean(0) * center
     mean_y = y.mean(0) * center
     latent_x = (x - mean_x) @ matrix

@@ -81,7 +81,7 @@ def rates_rows(rates: xarray.Dataset) -> list[list[str]]:
     """Return a table of rates: a head with units, and a row of words per mode."""
     unit = rates.attrs["unit"]
     heads = ["mode", f"growth (1/{unit})", f"frequency (1/{unit})", f"time scale ({unit})", "share"]
-    rows = [[*heads, ""]]
+    rows = [[*heads, "resolved"]]
     for index in range(rates.sizes["mode"]):
         mode = rates.isel(mode=index)
         is_resolved = bool(mode.resolved)
@@ -90,7 +90,7 @@ def rates_rows(rates: xarray.Dataset) -> list[list[str]]:
         for name in ("growth", "frequency", "time_scale"):
             ends = [float(mode[f"{name}{end}"]) for end in ("", "_low", "_high")]
             cells.append(words.format(*ends))
-        reason = "" if is_resolved else f"not resolved: {mode.reason.item()}"
+        reason = "yes" if is_resolved else f"not resolved: {mode.reason.item()}"
         rows.append([*cells, f"{float(mode.share):.3f}", reason])
     return rows
 
@@ -108,5 +108,5 @@ def rates_summary(rates: xarray.Dataset) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for *cells, reason in rows:
         columns = list(map(str.rjust, cells, widths))
-        lines.append("  ".join([*columns, reason]).rstrip())
+        lines.append("  ".join([*columns, reason]))
     return "\n".join(lines)

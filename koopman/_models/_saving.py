@@ -20,9 +20,10 @@ _FORMAT = "koopman model 2"
 
 def _class_of_name(classes: tuple[type, ...]) -> dict[str, Any]:
     """Return the classes that files may hold: these, and those of the lifting and of `fit`."""
-    class_of_name = {kind.__name__: kind for kind in classes}
+    class_of_name: dict[str, Any] = {kind.__name__: kind for kind in classes}
     for module in (_lifting, _estimators, _kernels, _operator):
-        for name, kind in vars(module).items():
+        entries: dict[str, Any] = vars(module)
+        for name, kind in entries.items():
             if dataclasses.is_dataclass(kind):
                 class_of_name[name] = kind
     return class_of_name

@@ -77,6 +77,7 @@ def read_trajectories(
     tables = list(trajectories) if is_listed else [trajectories]
     columns = ()
     input_columns = ()
+    input_values: Any = inputs
     if any(map(is_table, tables)):
         reading = checked_names(reading)
         if isinstance(inputs, str):
@@ -94,7 +95,7 @@ def read_trajectories(
     if inputs is None:
         input_arrays = [np.zeros((len(array), 0)) for array in states]
     elif not input_columns:
-        input_arrays = _listed("inputs", _read_inputs(inputs), trajectory_axis)
+        input_arrays = _listed("inputs", _read_inputs(input_values), trajectory_axis)
         _check_inputs(input_arrays, states)
         input_columns = range(input_arrays[0].shape[1])
     state_shape = states[0].shape[1:]
@@ -329,7 +330,7 @@ def cut_at_gaps(
     )
 
 
-def _complete(states: np.ndarray, index: int) -> np.ndarray:
+def _complete(states: np.ndarray, index: int) -> Any:
     """Return True for rows without NaN; raise for infinite values."""
     if np.isinf(states).any():
         position = tuple(np.argwhere(np.isinf(states))[0].tolist())

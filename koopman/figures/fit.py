@@ -1,6 +1,7 @@
 """Figure `fit`: rates with intervals, modes and a forecast of a file of trajectories."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +13,8 @@ from matplotlib.figure import Figure
 
 from dissociation import figures
 from dissociation._core import checks
-from dissociation._core.array_files import open_arrays
 from dissociation.figures import AnyMeter, Cache, CacheFolder
 from koopman import KoopmanModel, PrincipalComponents, Ridge, fit_model, plot_model
-from koopman._models._rates import rates_rows
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -93,7 +92,12 @@ def source(config: Config) -> dict[str, np.ndarray] | None:
             name: values if values.dtype.kind in "biuf" else values.astype(str)
             for name, values in columns.items()
         }
-    return {name: array.read() for name, array in open_arrays(path).items()}
+    try:
+        arrays = np.load(path, allow_pickle=False)
+        return {"states": arrays} if isinstance(arrays, np.ndarray) else dict(arrays)
+    except ValueError as error:
+        advice = "Write a list of arrays as numpy.savez(file, *arrays)"
+        checks.fail("file", "hold arrays of numbers", f"{path} ({error})", advice)
 
 
 def compute(
@@ -123,12 +127,13 @@ def _computed(config: Config, key: Array, data: Any, cache: Cache) -> xarray.Dat
         try:
             model = _model(config, key, data)
             dataset = model.report(config.steps, config.level)
+            summary = model.summary(config.level)
         except TypeError as error:
             raise checks.WrongValue(str(error)) from error
         if cache.folder is not None:
             model.save(cache.folder.parent / "model.npz")
     num_pairs = int(np.maximum(model.lifted.lengths - config.lag, 0).sum())
-    return dataset.assign_attrs(model=repr(model), num_pairs=num_pairs)
+    return dataset.assign_attrs(model=repr(model), num_pairs=num_pairs, summary=summary)
 
 
 def _model(config: Config, key: Array, data: Any) -> KoopmanModel:
@@ -207,4 +212,5 @@ def headline(dataset: xarray.Dataset) -> str:
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per mode."""
-    return rates_rows(dataset)
+    lines = dataset.attrs["summary"].splitlines()[1:]
+    return [re.split(" {2,}", line.strip()) for line in lines]

@@ -69,7 +69,7 @@ def test_arrays_of_a_file_are_runs_and_inputs(tmp_path):
     wrong = dataclasses.replace(config, columns=("z",))
     refused(
         (lambda: fit.compute(wrong, key=jax.random.key(0)), "`columns` must be arrays of"),
-        (lambda: fit.source(fit.Config(str(objects))), "holds Python objects"),
+        (lambda: fit.source(fit.Config(str(objects))), "`file` must hold arrays of numbers"),
         (lambda: fit.Config(time="t"), "`file` must be given with time"),
     )
 
