@@ -87,7 +87,7 @@ def _report(
     rates, eigenvalues, shapes = table
     forecast = forecast.isel(run=0).drop_vars(["run", "time", "column"], errors="ignore")
     forecast = forecast.rename({name: f"{_FORECAST}{name}" for name in forecast})
-    clock = {"day": "time (day)"}.get(meaning.unit, meaning.unit)
+    clock = "time (day)" if meaning.unit == "day" else meaning.unit
     arrays = {
         "reason": ("mode", rates.reason.values.astype(str)),
         "eigenvalues": ("mode", eigenvalues),
@@ -242,11 +242,9 @@ def _normalised(values: np.ndarray) -> np.ndarray:
 def _draw_forecast(axes: Axes, dataset: xarray.Dataset) -> None:
     """Draw observations, and forecasts with the bands of their means and of observations."""
     has_dates = bool(dataset.attrs["has_dates"])
-    clock = dataset.attrs["clock"]
     observation_time = as_dates(dataset.observation_time.values, has_dates)
     time = as_dates(dataset.time.values, has_dates)
     states = dataset.observed.values
-    is_image = dataset.shapes.ndim > 2
     axes.margins(y=0.15)
     largest = np.argsort(-np.var(states, 0), kind="stable")[:_NUM_COLUMNS]
     for index, column in enumerate(np.sort(largest)):
@@ -257,11 +255,11 @@ def _draw_forecast(axes: Axes, dataset: xarray.Dataset) -> None:
         label = str(dataset["labels"].values[column])
         style: dict[str, Any] = {"color": plotting.color(index)}
         axes.plot(observation_time, states[:, column], ".", markersize=1.5, **style)
-        axes.plot(time, bands["mean"], label=f"pixel {label}" if is_image else label, **style)
+        axes.plot(time, bands["mean"], label=label, **style)
         style["linewidth"] = 0
         axes.fill_between(time, bands["low"], bands["high"], alpha=0.2, **style)
         axes.fill_between(time, bands["mean_low"], bands["mean_high"], alpha=0.4, **style)
-    axes.set(xlabel=clock, title=f"forecast, {dataset.attrs['title']}")
+    axes.set(xlabel=dataset.attrs["clock"], title=f"forecast, {dataset.attrs['title']}")
     axes.legend(loc="upper left", ncols=_NUM_COLUMNS)
     if has_dates:
         axes.tick_params(axis="x", labelrotation=20)

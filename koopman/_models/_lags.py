@@ -1,6 +1,6 @@
 """Rates over lags, and the test of Chapman and Kolmogorov."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,12 +86,12 @@ def _chapman_kolmogorov(model: KoopmanModel, eigenvalues: np.ndarray) -> xarray.
     replicates = model._replicates()
     is_passed = np.full(len(eigenvalues), replicates is not None)
     if replicates is not None:
-        series = _SeriesOfModes(model, replicates, eigenvalues)
+        correlations = _correlations(model, replicates, eigenvalues)
         num_tests = len(MULTIPLES) * np.where(np.imag(eigenvalues) > 0, 2, 1)
         level = 1 - TEST_SIZE / num_tests[:, None]
         for column, multiple in enumerate(MULTIPLES.tolist()):
-            measured = series.correlations(multiple)
-            predicted = series.correlations(1) ** multiple
+            measured = correlations(multiple)
+            predicted = correlations(1) ** multiple
             difference = measured - predicted
             difference = np.stack([np.real(difference), np.imag(difference)], -1)
             width = student_quantile(difference[1:], level) * jackknife_error(difference[1:])
@@ -107,36 +107,35 @@ def _chapman_kolmogorov(model: KoopmanModel, eigenvalues: np.ndarray) -> xarray.
     return xarray.Dataset(variables, {"multiple": MULTIPLES})
 
 
-class _SeriesOfModes:
-    """Eigenfunctions z_t^T w_i of a model's modes at all times, and their duals z_t^T l_i."""
+def _correlations(
+    model: KoopmanModel, replicates: Replicates, eigenvalues: np.ndarray
+) -> Callable[[int], np.ndarray]:
+    """Return a function of k to l^T C(k lag) w / l^T C(0) w, [N, modes].
 
-    def __init__(self, model: KoopmanModel, replicates: Replicates, eigenvalues: np.ndarray):
-        self.lengths = model._row_lengths(model.series)
-        self.lag = model.recipe.lag
-        starts, _ = pair_indices(self.lengths, self.lag)
-        centred = np.asarray(model.lifted.rows) - replicates.mean[0]
-        latent = centred @ replicates.project[0]
-        values, vectors = np.linalg.eig(replicates.core[0])
-        index = np.argmin(np.abs(values - eigenvalues[:, None]), 1)
-        square = latent[starts].T @ latent[starts]
-        duals = np.linalg.solve(square, np.linalg.inv(vectors).T)
-        self.duals = latent @ duals[:, index]
-        self.functions = latent @ vectors[:, index]
-        blocks = model._blocks()
-        self.num_blocks = blocks.num_blocks
-        self.block = np.zeros(len(latent), int)
-        self.block[starts] = np.concatenate(blocks.of_pair)
+    N counts all blocks, and all but one. To first order l and w of all blocks serve all but one.
+    """
+    lengths = model._row_lengths(model.series)
+    lag = model.recipe.lag
+    pairs, _ = pair_indices(lengths, lag)
+    latent = (np.asarray(model.lifted.rows) - replicates.mean[0]) @ replicates.project[0]
+    values, vectors = np.linalg.eig(replicates.core[0])
+    index = np.argmin(np.abs(values - eigenvalues[:, None]), 1)
+    square = latent[pairs].T @ latent[pairs]
+    # z_t^T l_i and z_t^T w_i at all times.
+    duals = latent @ np.linalg.solve(square, np.linalg.inv(vectors).T)[:, index]
+    functions = latent @ vectors[:, index]
+    blocks = model._blocks()
+    block_of_row = np.zeros(len(latent), int)
+    block_of_row[pairs] = np.concatenate(blocks.of_pair)
 
-    def correlations(self, multiple: int) -> np.ndarray:
-        """Return l^T C(k lag) w / l^T C(0) w of all blocks, and of all but one: [N, modes].
-
-        To first order l and w of all blocks serve all but one.
-        """
-        starts, ends = pair_indices(self.lengths, multiple * self.lag)
-        products = self.duals[starts, None] * self.functions[np.stack([starts, ends], 1)]
-        by_block = np.zeros((self.num_blocks, *products.shape[1:]), complex)
-        np.add.at(by_block, self.block[starts], products)
+    def correlations(multiple: int) -> np.ndarray:
+        starts, ends = pair_indices(lengths, multiple * lag)
+        products = duals[starts, None] * functions[np.stack([starts, ends], 1)]
+        by_block = np.zeros((blocks.num_blocks, *products.shape[1:]), complex)
+        np.add.at(by_block, block_of_row[starts], products)
         total = np.sum(by_block, 0, keepdims=True)
         sums = np.concatenate([total, total - by_block])
         with np.errstate(invalid="ignore"):
             return sums[:, 1] / sums[:, 0]
+
+    return correlations
