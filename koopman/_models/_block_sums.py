@@ -11,7 +11,7 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Int
 
 from dissociation._core.linalg import product
-from koopman._models._lifting import next_power, pair_indices
+from koopman._models._lifting import next_power, padded, pair_indices
 from koopman._operators._numerics import ratio_or_zero
 from koopman._operators._operator import unshrinking
 from koopman._operators._subspaces import Basis, leading_of
@@ -185,26 +185,24 @@ def replicate(
         **options: `kind`, the estimator: "ridge", "principal" or "reduced"; `rank`, the number of
             latent functions, or None for all; and `center`, True with an intercept.
     """
-    dtype = rows.dtype
     if observable is None:
-        observable = np.zeros((len(rows), 0), dtype)
-    padding = ((0, _padded_size(len(rows)) - len(rows)), (0, 0))
+        observable = np.zeros((len(rows), 0), rows.dtype)
     row_of_slot, is_used, block_of_tile = _tiles(blocks, lengths, lag)
     if is_check:
         is_used = is_used[:1]
     num_blocks = _padded_size(blocks.num_blocks)
     num_rows = 1 + num_blocks + TENTHS
-    missing = (0, num_blocks - blocks.num_blocks)
-    tenths = np.pad(blocks.tenths, missing, constant_values=TENTHS)
+    is_tenth = np.zeros((TENTHS, num_blocks))
+    is_tenth[blocks.tenths, np.arange(blocks.num_blocks)] = 1.0
     solution, values = _replicate(
-        np.pad(rows, padding),
-        np.pad(observable, padding),
-        (row_of_slot, is_used.astype(dtype), block_of_tile),
+        padded(rows),
+        padded(observable),
+        (row_of_slot, is_used, block_of_tile),
         lag,
         _picks(num_blocks, is_check),
-        (tenths == np.arange(TENTHS)[:, None]).astype(dtype),
-        np.asarray(scale, dtype),
-        np.asarray(alpha, dtype),
+        is_tenth,
+        scale,
+        alpha,
         **options,
     )
     # NumPy slices: those of JAX would compile a program for each shape.
