@@ -47,7 +47,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "rewrites/_network_matching.py:_moves training/_grids.py:_run "
         "koopman/_operators/_pairs.py:_merged linear/_families.py:_walk "
         "koopman/_models/_exponentials.py:_reasons koopman/_models/_lifting.py:_kernel_map "
-        "koopman/_models/_model.py:_checked_steps koopman/_models/_block_sums.py:replicate "
+        "koopman/_models/_model.py:_checked_steps "
         "koopman/_models/_exponential_start.py:start_and_fit",
     "lengths of rows of zeros, which are exactly 0":
         "_core/distances.py:cosine_distances_with_size",

@@ -255,8 +255,7 @@ class _Problem:
         elapsed = np.concatenate(trajectories.times) - np.repeat(self.middles, self.lengths)
         times[self.is_row] = elapsed / self.unit_time
         step = trajectories.time_step / self.unit_time
-        arrays = [states, times, self.is_row, np.asarray(step)]
-        self.samples = Samples(*(array.astype(working_dtype()) for array in arrays))
+        self.samples = Samples(states, times, 1.0 * self.is_row, np.asarray(step))
         self.num_cells = min(max(16 * shape[1], next_power(int(16 / step))), _MAX_CELLS)
 
     def num_free(self, rank: int) -> int:
