@@ -323,6 +323,7 @@ def lift_rows(
         if recipe.state_basis is not None:
             root = np.kron(np.eye(recipe.num_delays), recipe.state_basis.root)
             scaled_basis = root @ basis
+            trace = float(np.sum(((rows[states] - offset) @ root.T) ** 2)) / num_pairs
         metric = np.linalg.cholesky(scaled_basis.T @ scaled_basis)
     scale = sizes[is_retained]
     lifting = Lifting(

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pandas as pd
-import pytest
 from drawn import assert_only_draws
 from words import refused
 
@@ -72,9 +71,3 @@ def test_arrays_of_a_file_are_runs_and_inputs(tmp_path):
         (lambda: fit.source(fit.Config(str(objects))), "`file` must hold arrays of numbers"),
         (lambda: fit.Config(time="t"), "`file` must be given with time"),
     )
-
-
-@pytest.mark.parametrize("name", ["runs.txt", "runs"])
-def test_other_files_are_refused(name):
-    with pytest.raises(ValueError, match="`file` must end in one of"):
-        fit.Config(name)
