@@ -220,10 +220,12 @@ def _constant_columns(centred: np.ndarray, mean: np.ndarray) -> np.ndarray:
     return np.sqrt(np.mean(centred**2, 0)) < 4 * eps * np.abs(mean)
 
 
-def basis_of_states(states: np.ndarray, predictors: np.ndarray, estimator: Estimator) -> StateBasis:
-    """Return a basis of states, wider than they are long; columns have the size of predictors."""
+def basis_of_states(runs: Sequence[np.ndarray], lag: int, estimator: Estimator) -> StateBasis:
+    """Return a basis of the states of pieces, wider than they are long."""
+    states = np.concatenate(runs)
     scale = np.ones(states.shape[1])
     if has_levels(estimator, states.shape[1]):
+        predictors = states[pair_indices(list(map(len, runs)), lag)[0]]
         mean = predictors.mean(0)
         centred = predictors - mean
         sizes = np.where(_constant_columns(centred, mean), np.abs(mean), np.abs(centred).max(0))

@@ -734,9 +734,7 @@ def fit_model(
     width = cut.runs[0].shape[1]
     state_basis = None
     if width > sum(map(len, cut.runs)) and features is None and kernel is None:
-        states = np.concatenate(cut.runs)
-        predictors, _ = pair_indices(list(map(len, cut.runs)), lag)
-        state_basis = lifts.basis_of_states(states, states[predictors], estimator)
+        state_basis = lifts.basis_of_states(cut.runs, lag, estimator)
     recipe = Recipe(
         estimator,
         lifts.as_features(features),
