@@ -33,6 +33,7 @@ RUNS = {
     ),
     "operators": ([], ["--only", "linear", "--repeats", "3"]),
     "nystroem": (None, ["--only", "nystroem", "--repeats", "2"]),
+    "models": ([], ["--repeats", "3"]),
     "robustness": ([], ["--samples", "2000", "--repeats", "2"]),
     "similarity": (
         [],

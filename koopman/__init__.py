@@ -18,6 +18,8 @@ __all__ = [
     "eigenvalue_distance", "train_encoders", "encode", "validation_loss", "FeatureMap",
     "Autoencoder", "vamp_loss", "vamp_score", "dpnets_loss", "spectral_contrastive_loss",
     "autoencoder_loss", "energy_loss", "orthonormal_fro_reg", "orthonormal_logfro_reg",
+    "fit_model", "KoopmanModel", "load_model", "fit_exponentials", "Exponentials", "plot_lags",
+    "scan_lags", "plot_model",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
         vamp_score,
     )
     from koopman._encoders._networks import Autoencoder, FeatureMap
+    from koopman._models._drawing import plot_lags, plot_model
+    from koopman._models._exponentials import Exponentials, fit_exponentials
+    from koopman._models._lags import scan_lags
+    from koopman._models._model import KoopmanModel, fit_model, load_model
     from koopman._operators._diagnose import diagnose
     from koopman._operators._dynamical_similarity import (
         align_dynamics,

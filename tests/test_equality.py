@@ -26,7 +26,8 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "snapped or rounded before":
         "similarity/_dissimilarity.py:_kendall koopman/_operators/_spectrum.py:eigenpairs "
         "koopman/datasets/_spectrum_type.py:conjugate_order "
-        "similarity/_dissimilarity.py:memberships similarity/_inference.py:interval",
+        "similarity/_dissimilarity.py:memberships similarity/_inference.py:interval "
+        "koopman/_models/_rates.py:falling_order",
     "given as they are":
         "_core/linalg.py:centre koopman/_operators/_forecast.py:_r2_score "
         "measures/_crossing.py:log_slope training/_sweeps.py:hyperparams",
@@ -43,12 +44,16 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "training/_records.py:record_steps training/_records.py:log_spaced_steps "
         "rewrites/_bounds.py:_single "
         "rewrites/_network_matching.py:_moves training/_grids.py:_run "
-        "koopman/_operators/_pairs.py:_merged linear/_families.py:_walk",
+        "koopman/_operators/_pairs.py:_merged linear/_families.py:_walk "
+        "koopman/_models/_exponentials.py:_reasons koopman/_models/_lifting.py:_kernel_map "
+        "koopman/_models/_model.py:_checked_steps "
+        "koopman/_models/_exponential_start.py:start_and_fit",
     "lengths of rows of zeros, which are exactly 0":
         "_core/distances.py:cosine_distances_with_size",
     "an order for show":
         "figures/_eigenvector_measures.py:details "
-        "koopman/figures/_ordered_mnist_drawing.py:_shown_seed",
+        "koopman/figures/_ordered_mnist_drawing.py:_shown_seed "
+        "koopman/_models/_drawing.py:_draw_forecast",
     "classes":
         "figures/_eigenvector_measures.py:masking figures/_eigenvector_measures.py:truncations "
         "measures/_collapse.py:nearest_centre_agreement measures/_robustness.py:error_rate "

@@ -104,6 +104,13 @@ WRONG = {
         "num_epochs": [-1], "oracle_epochs": [-1], "models": [(), ("linear", "linear"), ("other",)],
         "num_digits": [0, 11], "far": [15], "alpha": [0.0], "batch_size": [0, 3000], "data": ["cifar"],
     },
+    ("coverage",): {
+        "num_seeds": [0, 1], "lengths": [(), (100,), (300, 300), (10**7,)], "level": [0.0, 1.0, np.nan],
+    },
+    ("fit",): {
+        "lag": [0], "steps": [0, 10**7], "num_delays": [0], "num_times": [199], "rank": [0],
+        "level": [0.0, 1.0], "file": ["runs.txt"],
+    },
     ("spectra",): {
         "num_trajectories": [0], "order": [0, 1, 100_000], "alpha": [0.0, 1e300], "num_centres": [5, 1_000_000],
         "lengths": [(), (0,), (1000, 1000), (99,), (300, 200), (10**12,)],

@@ -30,6 +30,7 @@ NO_ROW = {
     "dissociation._core.datasets": "files of datasets: test_result_files.py",
     "dissociation.data._mnist": "takes a folder alone: test_mnist.py",
     "dissociation.data._weights": "takes a file: test_weights.py",
+    "koopman._models": "reads trajectories in all their forms: koopman/models",
     "dissociation.figures": "what figures share: test_figures.py",
     "dissociation.plotting": "what figures and notebooks share",
     "dissociation.training._progress": "what long work shows",

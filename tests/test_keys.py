@@ -32,7 +32,8 @@ from dissociation.figures import (
     transfer,
 )
 from dissociation.training import Epochs, Online, Save, fit, make_step
-from koopman.figures import ordered_mnist, spectra
+from koopman.figures import coverage, ordered_mnist, spectra
+from koopman.figures import fit as fit_figure
 
 pytestmark = pytest.mark.slow
 
@@ -250,6 +251,8 @@ IN_SMALL = {
         | {"num_seeds": 3, "num_samples": 30, "num_blocks": 2, "num_zero": 4}
         | {"measures": ("rsa",), "rewrite_measures": ("svcca",)},
     ),
+    "fit": (fit_figure.Config().quick(), {"num_times": 200, "num_delays": 4, "steps": 3}),
+    "coverage": (coverage.Config().quick(), {"lengths": (300, 400), "num_seeds": 2}),
     "spectra": (spectra.Config().quick(), {"lengths": (200, 300), "num_trajectories": 2}),
     "transfer": (
         transfer.Config(),

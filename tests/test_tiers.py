@@ -27,6 +27,8 @@ FULL = {
     "dissociation/test_layers_by_name.py": ("models and peers that need an extra",),
     "dissociation/test_linear.py": ("the second precision of a pair",),
     "dissociation/test_planting.py": ("the second precision of a pair",),
+    "koopman/models/test_exponentials.py": ("counts of 100 and more",),
+    "koopman/models/test_intervals.py": ("counts of 100 and more",),
     "tools/pages.py": ("code blocks of pages",),
     "tools/protocol.py": ("rows of the protocol beyond one per function",),
 }

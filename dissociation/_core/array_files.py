@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from dissociation._core.checks import check_count, fail, import_extra
+from dissociation._core.checks import check_count, fail
 from dissociation._core.files import RefusedFile, check_regular, reading
 from dissociation._core.memory import host_budget
 

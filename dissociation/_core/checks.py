@@ -78,7 +78,9 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
-def check_known(reason: str, *, advice: str = "Call it outside of jit", **arguments: Any) -> None:
+def check_known(
+    reason: str, /, *, advice: str = "Call it outside of jit", **arguments: Any
+) -> None:
     """Raise if arrays of an argument are traced, which `reason` does not allow."""
     requirement = "be known"
     if reason:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,16 +21,23 @@ from dissociation._core.columns import (
 _ROWS = "frame.reset_index(drop=True) counts rows as steps"
 
 
-class _TimeStep(NamedTuple):
-    """Time step of a run, in seconds if the times are dates."""
+class TabulatedRun(NamedTuple):
+    """States of one run of a frame, in the order of time."""
 
-    kind: str  # "dates" or "numbers"
-    mean: float
-    spread: float  # largest less smallest step
-
-
-_Runs = tuple[list[np.ndarray], list[_TimeStep]]
-"""States of each run, and the time steps of the runs that have times, two or more."""
+    name: str
+    """Words for the run in messages."""
+    label: Any
+    """Label of the run, or None."""
+    states: np.ndarray
+    """[time, ...]."""
+    times: Any
+    """Index of times, or None."""
+    restarts: Callable[[], str]
+    """Function that returns advice for times that do not increase."""
+    clock: Any = None
+    """Name of the times, if the call gives it."""
+    without: str = "frame.reset_index(drop=True)"
+    """Words for the table without times."""
 
 
 def as_trajectories(name: str, value: Any, reading: Reading, *, is_single: bool) -> Any:
@@ -40,33 +48,12 @@ def as_trajectories(name: str, value: Any, reading: Reading, *, is_single: bool)
         )
     is_list = isinstance(value, (list, tuple))
     tables = list(value) if is_list else [value]
-    reading = _checked_names(reading)
+    reading = checked_names(reading)
     if not any(map(is_table, tables)):
-        labels = {"time": reading.time, "run": reading.run, "columns": reading.columns}
-        named = [argument for argument, label in labels.items() if label is not None]
-        if named:
-            fail(named[0], f"be None unless `{name}` is a frame", repr(labels[named[0]]))
+        check_unnamed(name, reading)
         return value
-    orders = dict.fromkeys(_states(table, reading) for table in tables)
-    orders.pop((), None)  # of tables without labels
-    if len(orders) > 1:
-        words = " and ".join(str(list(order)) for order in orders)
-        fail(name, "hold frames of the same columns in one order", words)
-
-    runs = []
-    time_steps = []
-    for i, table in enumerate(tables):
-        label = f"{name}[{i}]" if is_list else name
-        if not is_table(table):
-            runs.append(table)
-            continue
-        if hasattr(table, "dims"):
-            table_runs, table_steps = _runs_of_dimensions(label, table, reading, is_list)
-        else:
-            table_runs, table_steps = _runs_of_rows(label, table, reading)
-        runs += table_runs
-        time_steps += table_steps
-    _check_one_step(name, time_steps)
+    common_labels(name, tables, reading)
+    runs = _even_runs(name, tables, reading, is_list)
     if is_list:
         return runs
     if is_single and len(runs) > 1:
@@ -76,7 +63,42 @@ def as_trajectories(name: str, value: Any, reading: Reading, *, is_single: bool)
     return runs if is_split and not is_single else runs[0]
 
 
-def _checked_names(reading: Reading) -> Reading:
+def check_unnamed(name: str, reading: Reading) -> None:
+    """Raise if the reading of a value that is no frame has names."""
+    for argument in ("time", "run", "columns"):
+        label = getattr(reading, argument)
+        if label is not None:
+            fail(argument, f"be None unless `{name}` is a frame", repr(label))
+
+
+def common_labels(name: str, tables: list[Any], reading: Reading) -> tuple[Any, ...]:
+    """Return the labels of the states of all tables, empty without labels."""
+    orders = dict.fromkeys(state_labels(table, reading) for table in tables)
+    orders.pop((), None)  # of tables without labels
+    if len(orders) > 1:
+        words = " and ".join(str(list(order)) for order in orders)
+        fail(name, "hold frames of the same columns in one order", words)
+    return next(iter(orders), ())
+
+
+def _even_runs(name: str, tables: list[Any], reading: Reading, is_list: bool) -> list[Any]:
+    """Return the states of all runs, or raise unless they have one even step."""
+    runs = []
+    time_steps = []
+    for i, table in enumerate(tables):
+        if not is_table(table):
+            runs.append(table)
+            continue
+        label = f"{name}[{i}]" if is_list else name
+        for run in tabulated_runs(label, table, reading, is_list):
+            if run.times is not None:
+                _check_steps(run, time_steps)
+            runs.append(run.states)
+    _check_one_step(name, time_steps)
+    return runs
+
+
+def checked_names(reading: Reading) -> Reading:
     """Return the reading, or raise unless it has names."""
     for argument in ("time", "run", "columns"):
         labels = getattr(reading, argument)
@@ -100,7 +122,7 @@ def _checked_names(reading: Reading) -> Reading:
     return reading
 
 
-def _check_one_step(name: str, time_steps: list[_TimeStep]) -> None:
+def _check_one_step(name: str, time_steps: list[Any]) -> None:
     """Raise unless all runs have one time step."""
     for kind, step, spread in time_steps:
         first_kind, first_step, first_spread = time_steps[0]
@@ -121,7 +143,7 @@ def is_table(value: Any) -> bool:
     return hasattr(value, "iloc") or (hasattr(value, "dims") and hasattr(value, "ndim"))
 
 
-def _states(table: Any, reading: Reading) -> tuple[Any, ...]:
+def state_labels(table: Any, reading: Reading) -> tuple[Any, ...]:
     """Return the labels of a table's states; empty without labels."""
     named = (reading.time, *reading.runs)
     if is_table(table) and hasattr(table, "dims"):
@@ -136,8 +158,15 @@ def _states(table: Any, reading: Reading) -> tuple[Any, ...]:
     return tuple(label for label in getattr(table, "columns", ()) if label not in named)
 
 
-def _runs_of_rows(name: str, table: Any, reading: Reading) -> _Runs:
-    """Return the states of each run of a frame, [time, states], and its time steps."""
+def tabulated_runs(name: str, table: Any, reading: Reading, is_listed: bool) -> list[TabulatedRun]:
+    """Return the runs of a frame or of an array of xarray, by their first rows."""
+    if hasattr(table, "dims"):
+        return _runs_of_dimensions(name, table, reading, is_listed)
+    return _runs_of_rows(name, table, reading)
+
+
+def _runs_of_rows(name: str, table: Any, reading: Reading) -> list[TabulatedRun]:
+    """Return the runs of a frame, with states [time, states]."""
     is_series = not hasattr(table, "columns")
     if is_series:
         table = table.to_frame()
@@ -152,23 +181,21 @@ def _runs_of_rows(name: str, table: Any, reading: Reading) -> _Runs:
     run_of_row = run_of_row.reshape(-1)
     values = _numbers(name, table, reading, run_of_row if runs else None)
 
-    states = []
-    time_steps = []
+    tabulated = []
     for run in np.argsort(first):
         rows = np.flatnonzero(run_of_row == run)
+        label = runs[0][rows[0]] if runs else None
+        words = f"{name}[{str(label)!r}]" if runs else name
+        times = None
         if time is not None:
-            label = f"[{str(runs[0][rows[0]])!r}]" if runs else ""
             if reading.time is not None:
                 order = np.asarray(time[rows].argsort(kind="stable"))
                 rows = rows[order]
-            time_steps += _time_step(
-                f"{name}{label}",
-                time[rows],
-                lambda: advice_on_restarts(table, reading),
-                reading.time,
-            )
-        states.append(values[rows, 0] if is_series else values[rows])
-    return states, time_steps
+            times = time[rows]
+        states = values[rows, 0] if is_series else values[rows]
+        restarts = partial(advice_on_restarts, table, reading)
+        tabulated.append(TabulatedRun(words, label, states, times, restarts, reading.time))
+    return tabulated
 
 
 def _runs_and_time(name: str, table: Any, reading: Reading) -> tuple[list[Any], Any]:
@@ -260,8 +287,10 @@ def _check_coordinates(name: str, array: Any, time: Any) -> None:
         fail(name, f"be one trajectory along {time!r}", f"what may be runs in {labels}", advice)
 
 
-def _runs_of_dimensions(name: str, array: Any, reading: Reading, is_listed: bool) -> _Runs:
-    """Return the states of each run of an array of xarray, [time, ...], and their time step."""
+def _runs_of_dimensions(
+    name: str, array: Any, reading: Reading, is_listed: bool
+) -> list[TabulatedRun]:
+    """Return the runs of an array of xarray, with states [time, ...]."""
     time = "time" if reading.time is None else reading.time
     frame = _with_coordinates(array, reading)
     if frame is not None:
@@ -282,15 +311,26 @@ def _runs_of_dimensions(name: str, array: Any, reading: Reading, is_listed: bool
         fail(name, requirement, f"dimensions {array.dims}", advice)
     _check_coordinates(name, array, time)
 
-    time_steps = []
+    times = None
     if time in array.indexes:
         if reading.time is not None:
             array = array.sortby(time)
-        without = f"array.drop_vars({time!r})"
-        restart = "array.sortby(...) puts rows in order"
-        time_steps = _time_step(name, array.indexes[time], lambda: restart, time, without)
+        times = array.indexes[time]
     ordered = array.transpose(*reading.runs, time, ...).to_numpy()
-    return list(ordered.reshape(-1, *ordered.shape[num_runs:])), time_steps
+    tabulated = []
+    for index, states in enumerate(ordered.reshape(-1, *ordered.shape[num_runs:])):
+        label = index if reading.runs else None
+        run = TabulatedRun(
+            name,
+            label,
+            states,
+            times,
+            lambda: "array.sortby(...) puts rows in order",
+            time,
+            f"array.drop_vars({time!r})",
+        )
+        tabulated.append(run)
+    return tabulated
 
 
 def _numbers(name: str, table: Any, reading: Reading, run: np.ndarray | None) -> np.ndarray:
@@ -300,7 +340,7 @@ def _numbers(name: str, table: Any, reading: Reading, run: np.ndarray | None) ->
         fail("columns", f"be columns of `{name}`, of {list(table.columns)}", missing)
     states = table
     if table.columns.is_unique:
-        states = table[list(_states(table, reading))]
+        states = table[list(state_labels(table, reading))]
     if reading.columns is None:
         check_columns(name, states, reading=reading, full_table=table, run=run)
 
@@ -336,7 +376,7 @@ def check_columns(
 
     `columns_of_axis` has the labels and the name of the first argument with an axis.
     """
-    labels = _states(table, Reading())
+    labels = state_labels(table, Reading())
     if columns_of_axis is not None:
         first_labels, first_name = columns_of_axis.setdefault(axis, (labels, name))
         if labels != first_labels and set(labels) == set(first_labels):
@@ -378,53 +418,49 @@ def check_columns(
         )
 
 
-def _time_step(
-    name: str,
-    index: Any,
-    restarts: Callable[[], str],
-    column: Any = None,
-    without: str = "frame.reset_index(drop=True)",
-) -> list[_TimeStep]:
-    """Return the time step of a run in a list, which is empty for less than two times.
-
-    Raise unless the times are numbers or dates that increase in even steps. Steps of the calendar,
-    such as months, are even.
-
-    Args:
-        name: Name of the table, for errors.
-        index: Times of the run's rows, an index of pandas.
-        restarts: Function that returns advice for times that do not increase.
-        column: Name of the times, if the user's call gives it.
-        without: Code of the table without times, for advice.
-    """
+def rising_times(run: TabulatedRun) -> tuple[Any, np.ndarray]:
+    """Return the times of a run as an index and as numbers, or raise unless they increase."""
+    index = run.times
     if hasattr(index, "to_timestamp") and hasattr(index, "start_time"):
         index = index.to_timestamp()
     times = np.asarray(getattr(index, "asi8", index))
-    rows = f"{without} counts rows as steps"
-    if column is not None and without.startswith("frame"):
-        rows = f"without time={column!r}, and the states as columns=[...], rows are steps"
+    rows = _advice_on_rows(run)
     as_runs = f"If {index.name!r} labels runs, lagged_pairs(frame, run={index.name!r})"
     if times.dtype.kind not in "iuf":
         advice = f"Times take pandas.to_datetime; {rows}"
         if index.name is not None:
             advice = f"{as_runs}. {advice}"
-        fail_kind(name, "have an index of numbers or dates", f"one of {index.dtype}", advice)
-    if len(times) < 2:
-        return []
+        fail_kind(run.name, "have an index of numbers or dates", f"one of {index.dtype}", advice)
 
     steps = np.diff(times.astype(float) if times.dtype.kind == "u" else times)
     if not (steps > 0).all():
         i = int(np.argmin(steps > 0))
-        advice = restarts()
+        advice = run.restarts()
         num_repeats = (steps == 0).sum() + 1 + (steps < 0).sum()
-        if column is None and index.name is not None and num_repeats >= len(times) / 2:
+        if run.clock is None and index.name is not None and num_repeats >= len(times) / 2:
             advice = as_runs
         fail(
-            name,
+            run.name,
             "have an index that increases",
             f"{index[i + 1]} after {index[i]}",
             f"{advice}; {rows}",
         )
+    return index, times
+
+
+def _advice_on_rows(run: TabulatedRun) -> str:
+    """Return the words that advise to count rows as steps."""
+    if run.clock is not None and run.without.startswith("frame"):
+        return f"without time={run.clock!r}, and the states as columns=[...], rows are steps"
+    return f"{run.without} counts rows as steps"
+
+
+def _check_steps(run: TabulatedRun, time_steps: list[Any]) -> None:
+    """Raise unless times increase in even steps, and append kind, mean and spread of the steps."""
+    index, times = rising_times(run)
+    if len(times) < 2:
+        return
+    steps = np.diff(times.astype(float) if times.dtype.kind == "u" else times)
     with warnings.catch_warnings():  # pandas 3 warns that `inferred_freq` will change its type
         warnings.simplefilter("ignore")
         is_calendar = getattr(index, "inferred_freq", None) is not None  # months are even, too
@@ -433,10 +469,10 @@ def _time_step(
         i = int(order[-1])
         j = int(order[len(steps) // 2])
         fail(
-            name,
+            run.name,
             "have an index of even steps",
             f"{index[i + 1]} after {index[i]}, where {index[j + 1]} comes after {index[j]}",
-            f"Cut it at gaps into a list of trajectories, or fill them; {rows}",
+            f"Cut it at gaps into a list of trajectories, or fill them; {_advice_on_rows(run)}",
         )
 
     kind = "numbers"
@@ -444,7 +480,7 @@ def _time_step(
     if hasattr(index, "asi8"):
         kind = "dates"
         unit = (index[-1] - index[0]).total_seconds() / float(times[-1] - times[0])
-    return [_TimeStep(kind, steps.mean() * unit, np.ptp(steps) * unit)]
+    time_steps.append((kind, steps.mean() * unit, np.ptp(steps) * unit))
 
 
 def check_same_rows(arguments: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, check_non_negative, is_traced
+from dissociation._core.checks import check_choice, check_count, check_non_negative, is_traced
 from dissociation._core.linalg import product
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
@@ -47,21 +47,25 @@ class Estimator(eqx.Module):
     """
 
     alpha: Scalar | None  # in units of C_x; None for `koopman._operators._pairs.default_alpha`
-    size: int | None = eqx.field(static=True)  # static number of latent functions; None for all
+    # Static number of latent functions; None for all, "auto" for the choice of `fit_model`.
+    size: int | str | None = eqx.field(static=True)
     masked: Array | None  # traced number of latent functions
     solver: str | None = eqx.field(static=True)  # None: `feature_solver`; "auto" with a kernel
     feature_solver: ClassVar[str] = "dense"
     kernel_solvers: ClassVar[tuple[str, ...]] = ("auto", "dense", "krylov")
     inverts_all: ClassVar[bool] = False  # True if C_x is inverted in all directions
 
-    def __init__(self, rank: Rank | None, alpha: Scalar | None, solver: str | None):
+    def __init__(self, rank: Rank | str | None, alpha: Scalar | None, solver: str | None):
         if alpha is not None:
             check_non_negative("alpha", alpha)
         self.alpha = alpha
         self.size = None
         self.masked = None
         self.solver = solver
-        if is_traced(rank):
+        if isinstance(rank, str):
+            check_choice("rank", rank, ("auto",))
+            self.size = rank
+        elif is_traced(rank):
             self.masked = jnp.asarray(rank)
         elif rank is not None:
             self.size = check_count("rank", rank, minimum=1)
@@ -77,7 +81,7 @@ class Estimator(eqx.Module):
             )
 
     @property
-    def rank(self) -> int | Array | None:
+    def rank(self) -> int | str | Array | None:
         """Return the rank that was passed, or None for full rank."""
         return self.size if self.masked is None else self.masked
 
@@ -236,7 +240,8 @@ class PrincipalComponents(_Principal, Estimator):
     Attributes:
         rank: Number of directions, from 1 to d (with a kernel, n). If it is traced, as in a
             `jax.vmap` over ranks, shapes are those of the highest rank and latent functions beyond
-            `rank` are zero.
+            `rank` are zero. With "auto" `fit_model` takes the number of singular values above the
+            hard threshold of noise.
         alpha: Tikhonov regularisation, as in `Ridge`.
         solver: "dense" (all directions), or, for a few directions of many, "krylov" and on features
             and centres "randomized", which square the condition number. "auto" is "krylov" for a
@@ -249,7 +254,7 @@ class PrincipalComponents(_Principal, Estimator):
     """
 
     @validated
-    def __init__(self, rank: Rank, alpha: Scalar | None = None, *, solver: str | None = None):
+    def __init__(self, rank: Rank | str, alpha: Scalar | None = None, *, solver: str | None = None):
         super().__init__(rank, alpha, solver)
 
     def features(self, problem: FeatureRegression) -> Basis:
@@ -307,7 +312,7 @@ class ReducedRank(Estimator):
     inverts_all: ClassVar[bool] = True
 
     @validated
-    def __init__(self, rank: Rank, alpha: Scalar | None = None, *, solver: str | None = None):
+    def __init__(self, rank: Rank | str, alpha: Scalar | None = None, *, solver: str | None = None):
         super().__init__(rank, alpha, solver)
 
     def features(self, problem: FeatureRegression) -> Basis:

@@ -54,7 +54,7 @@ def predict(operator: Operator, x: Rows, steps: Steps = 1) -> Float[Array, "..."
     """
     ahead = _checked(steps)
     warn_float32(x)
-    _warn_lost(operator, ahead)
+    warn_lost(operator, ahead)
     latent = operator.encode(x)
     return _forecast(operator, latent, to_device(ahead), _num_digits(ahead - 1))
 
@@ -82,7 +82,7 @@ def _forecast(operator: Operator, latent: Array, ahead: Array, digits: int) -> A
     return flat.reshape(*flat.shape[:-1], *operator.observable_shape)
 
 
-def _warn_lost(operator: Operator, steps: np.ndarray | Array) -> None:
+def warn_lost(operator: Operator, steps: np.ndarray | Array) -> None:
     """Warn if the modes lose 1 % of the forecast to `alpha`."""
     if any(map(is_traced, (operator.core, operator.alpha, steps))):
         return

@@ -230,7 +230,7 @@ def _stacked(
     dtype = common_dtype(names, arrays)
     numpy = np if all(map(_on_host, arrays)) else jnp
     arrays = [numpy.asarray(array, dtype) for array in arrays]
-    stacks = [array[None] for array in arrays] if is_list else [_one_stack(name, arrays[0], axis)]
+    stacks = [array[None] for array in arrays] if is_list else [one_stack(name, arrays[0], axis)]
     num_stacks = len(stacks)
     if num_stacks == 1:
         names = [name]
@@ -274,7 +274,7 @@ def _placed(array: AnyArray) -> Array:
     return jax.device_put(array) if isinstance(array, np.ndarray) else array
 
 
-def _one_stack(name: str, array: Any, axis: int | None) -> Any:
+def one_stack(name: str, array: Any, axis: int | None) -> Any:
     if axis is None:
         if array.ndim > 2:
             expected = "name the axis of trajectories if of three axes or more"

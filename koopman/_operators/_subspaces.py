@@ -36,12 +36,14 @@ NUM_CHECKED = 64
 
 
 def latent(
-    rank: Rank | None, width: int, columns: str, solver: str, solvers: tuple[str, ...]
+    rank: Rank | str | None, width: int, columns: str, solver: str, solvers: tuple[str, ...]
 ) -> tuple[int, Array, str]:
     """Return the static number of latent functions, the number of those in use, and the solver."""
     check_choice("solver", solver, solvers)
     if rank is None:
         return width, to_device(width, int), solver
+    if isinstance(rank, str):
+        fail("rank", "be an integer in `koopman.fit`", repr(rank), "koopman.fit_model chooses it")
     if is_traced(rank):
         if solver not in ("auto", "dense"):
             fail("solver", "be 'dense' for a traced `rank`", repr(solver))

@@ -12,9 +12,14 @@ The same command resumes an interrupted run. --version prints the version."""
 def figures() -> dict[str, Figure]:
     """Return the figures of this package by command name."""
     # Imported here, because it takes seconds.
-    from koopman.figures import ordered_mnist, spectra
+    from koopman.figures import coverage, fit, ordered_mnist, spectra
 
-    return {"ordered-mnist": ordered_mnist, "spectra": spectra}
+    return {
+        "coverage": coverage,
+        "fit": fit,
+        "ordered-mnist": ordered_mnist,
+        "spectra": spectra,
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -149,6 +149,18 @@ TESTED_BY["dissociation._core.lazy"] = ["test_packaging.py"]
 TESTED_BY["koopman._operators._numerics"] = ["koopman/test_operators.py"]
 TESTED_BY["koopman._operators._operator"] = ["koopman/test_operators.py"]
 TESTED_BY["koopman._operators._rotations"] = ["koopman/test_dynamical_similarity.py"]
+for module in ("_exponentials", "_exponential_fit", "_exponential_start"):
+    TESTED_BY[f"koopman._models.{module}"] = ["koopman/models/test_exponentials.py"]
+TESTED_BY["koopman._models._rates"] = ["koopman/models/test_rates.py"]
+TESTED_BY["koopman._models._lags"] = ["koopman/models/test_lags.py"]
+for module in ("_block_sums", "_intervals"):
+    TESTED_BY[f"koopman._models.{module}"] = ["koopman/models/test_intervals.py"]
+for module in ("_model", "_lifting", "_dynamics", "_saving", "_trajectories"):
+    TESTED_BY[f"koopman._models.{module}"] = [
+        "koopman/models/test_model.py",
+        "koopman/models/test_model_data.py",
+    ]
+TESTED_BY["koopman._models._drawing"] = ["koopman/models/test_drawing.py"]
 TESTED_BY["dissociation.rewrites._comparison"] = [
     "dissociation/test_growth.py",
     "dissociation/test_rewrites.py",

@@ -1,0 +1,1 @@
+"""Fit models to trajectories as users have them, and say how sure they are."""
