@@ -93,7 +93,7 @@ class FeatureRegression(eqx.Module):
         return product(self.x.T, self.x) if self.square is None else self.square
 
     def moments_suffice(self, alpha: Array | float = 0.0) -> Array:
-        """True if all eigenvalues of C_x + alpha I exceed 10^6 eps tr(C_x).
+        """Return True if all eigenvalues of C_x + alpha I exceed 10^6 eps tr(C_x).
 
         For all members of a `vmap`.
         """
