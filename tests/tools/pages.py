@@ -5,6 +5,7 @@ import inspect
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,11 @@ def check_block(path, index, code, capsys):
     for peer in ("flax", "haiku", "torch"):
         if re.search(rf"^(import|from) {peer}\b", code, re.MULTILINE):
             pytest.importorskip(peer)
-    exec(compile(code, f"{path}, block {index}", "exec"), {"__name__": "__main__"})
+    is_double = jax.config.jax_enable_x64
+    try:
+        exec(compile(code, f"{path}, block {index}", "exec"), {"__name__": "__main__"})
+    finally:
+        jax.config.update("jax_enable_x64", is_double)
     printed = capsys.readouterr().out.strip()
     assert printed, "an example should show something"
     shown = re.search(
