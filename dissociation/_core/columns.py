@@ -197,8 +197,8 @@ def advice_on(doubts: Doubts, table: Any, reading: Reading) -> str:
 
     named = (reading.time, *reading.runs)
     unnamed = [label for label in table.columns if label not in named]
-    states = [label for label in unnamed if label not in doubted]
     numeric = [label for label in unnamed if table[label].dtype.kind in "biuf"]
+    states = [label for label in numeric if label not in doubted]
     call_of_states = "frame.to_numpy()"
     if reading.takes_names and len(numeric) < 9:
         call_of_states = f"columns={numeric}"
@@ -216,6 +216,9 @@ def advice_on(doubts: Doubts, table: Any, reading: Reading) -> str:
     clock = None
     if not runs:
         clock = next(iter(doubts.clocks), None)
+        if reading.time is not None:
+            call = _call(table, None, reading.time, states, states, reading)
+            return f"{call[0].upper()}{call[1:]}. {as_states}"
     calls = []
     for pair in pairs or [(run, clock)]:
         columns = None if set(doubted) <= set(pair) else states
@@ -395,12 +398,32 @@ def _is_even_within(table: Any, run: Any, time: Any) -> bool:
 
 
 def labels_of(table: Any, label: Any) -> Any:
-    """Return a column or an index level of a frame as an index; text of dates as dates."""
+    """Return a column or an index level of a frame as an index; text of dates as dates.
+
+    Dates stay text if day and month cannot be told apart.
+    """
     values = _as_index(table, label)
-    if len(values) and isinstance(values[0], str) and _DATES.match(values[0]):
+    if not len(values) or not isinstance(values[0], str):
+        return values
+    if _DATES.match(values[0]):
         with suppress(ValueError, TypeError):
             return values.astype("datetime64[ns]")
+    if _DAYS_AND_MONTHS.match(values[0]):
+        with suppress(ValueError, TypeError, AttributeError):
+            return _by_day_and_month(values)
     return values
+
+
+def _by_day_and_month(values: Any) -> Any:
+    """Return text such as "31/12/2025" as dates, by the place of numbers above 12."""
+    # Here, because frames do not need it: whoever has one has imported pandas.
+    import pandas
+
+    numbers = np.asarray([_DAYS_AND_MONTHS.match(text).groups() for text in values], int)
+    is_day = numbers.max(0) > 12
+    if is_day.sum() != 1:
+        return values
+    return pandas.to_datetime(values, dayfirst=bool(is_day[0]))
 
 
 def _as_index(table: Any, label: Any) -> Any:
@@ -409,7 +432,8 @@ def _as_index(table: Any, label: Any) -> Any:
     return table.index.get_level_values(label)
 
 
-_DATES = re.compile(r"\d{4}[-/]\d{1,2}[-/]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4}|\d{1,2}:\d{2}")
+_DATES = re.compile(r"\d{4}[-/]\d{1,2}[-/]\d{1,2}|\d{1,2}:\d{2}")
+_DAYS_AND_MONTHS = re.compile(r"(\d{1,2})[-/.](\d{1,2})[-/.]\d{4}")
 
 
 def _numbers(table: Any, label: Any) -> np.ndarray:

@@ -50,7 +50,7 @@ def as_trajectories(name: str, value: Any, reading: Reading, *, is_single: bool)
     tables = list(value) if is_list else [value]
     reading = checked_names(reading)
     if not any(map(is_table, tables)):
-        check_unnamed(name, reading)
+        check_unnamed(name, value, reading)
         return value
     common_labels(name, tables, reading)
     runs = _even_runs(name, tables, reading, is_list)
@@ -63,12 +63,15 @@ def as_trajectories(name: str, value: Any, reading: Reading, *, is_single: bool)
     return runs if is_split and not is_single else runs[0]
 
 
-def check_unnamed(name: str, reading: Reading) -> None:
+def check_unnamed(name: str, value: Any, reading: Reading) -> None:
     """Raise if the reading of a value that is no frame has names."""
+    advice = ""
+    if hasattr(value, "to_pandas"):
+        advice = "Pass frame.to_pandas()"
     for argument in ("time", "run", "columns"):
         label = getattr(reading, argument)
         if label is not None:
-            fail(argument, f"be None unless `{name}` is a frame", repr(label))
+            fail(argument, f"be None unless `{name}` is a frame of pandas", repr(label), advice)
 
 
 def common_labels(name: str, tables: list[Any], reading: Reading) -> tuple[Any, ...]:
@@ -427,7 +430,7 @@ def rising_times(run: TabulatedRun) -> tuple[Any, np.ndarray]:
     rows = _advice_on_rows(run)
     as_runs = f"If {index.name!r} labels runs, lagged_pairs(frame, run={index.name!r})"
     if times.dtype.kind not in "iuf":
-        advice = f"Times take pandas.to_datetime; {rows}"
+        advice = f"Times take pandas.to_datetime (dayfirst=True for days before months); {rows}"
         if index.name is not None:
             advice = f"{as_runs}. {advice}"
         fail_kind(run.name, "have an index of numbers or dates", f"one of {index.dtype}", advice)

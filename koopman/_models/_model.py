@@ -537,8 +537,13 @@ class KoopmanModel(eqx.Module):
         try:
             read = read_trajectories(trajectories, reading, trajectory_axis=axis, inputs=inputs)
             check_columns(read, meaning.columns)
+            if name == "trajectories" and len(read.input_columns) != len(meaning.input_columns):
+                requirement = f"be the {len(meaning.input_columns)} inputs of the fit, in every run"
+                fail("inputs", requirement, f"{len(read.input_columns)} columns")
             return cut_at_gaps(read, num_rows, "Pass more of the last states")
         except (ValueError, TypeError) as error:
+            if not str(error).startswith("`trajectories"):
+                raise
             raise type(error)(str(error).replace("`trajectories", f"`{name}", 1)) from None
 
     def _starts(self, past: Any, inputs: Any, steps: int) -> tuple[Any, ...]:
@@ -563,6 +568,8 @@ class KoopmanModel(eqx.Module):
         if past is not None:
             earlier = np.zeros((len(ends), 0, len(self.meaning.input_columns)))
         num_times = steps + max(recipe.num_input_delays - 1, 0)
+        if hasattr(inputs, "columns"):
+            inputs = _input_columns(inputs, self.meaning.input_columns)
         later = _inputs_of_runs(inputs, (len(ends), num_times - earlier.shape[1], earlier.shape[2]))
         driving = np.concatenate([earlier, later], 1).reshape(len(ends) * num_times, -1)
         windows, _ = delay_rows(driving, [num_times] * len(ends), recipe.num_input_delays)
@@ -607,6 +614,16 @@ class KoopmanModel(eqx.Module):
         return {} if is_image else {"column": list(self.meaning.columns)}
 
 
+def _input_columns(frame: Any, labels: tuple[Any, ...]) -> np.ndarray:
+    """Return the columns of a frame that were inputs of the fit; all, if those had no labels."""
+    if labels == tuple(range(len(labels))):
+        return frame.to_numpy()
+    missing = [label for label in labels if label not in frame.columns]
+    if missing:
+        fail("inputs", f"have the columns {list(labels)} of the fit", list(frame.columns))
+    return frame[list(labels)].to_numpy()
+
+
 def _inputs_of_runs(inputs: Any, shape: tuple[int, int, int]) -> np.ndarray:
     """Return the inputs of a forecast, [runs, steps, m]."""
     num_runs, num_steps, num_inputs = shape
@@ -631,7 +648,8 @@ def _available(table: Any, meaning: Meaning) -> Reading:
     names = names.union(getattr(getattr(table, "index", None), "names", ()))
     time = meaning.time if meaning.time in names else None
     runs = meaning.run if isinstance(meaning.run, tuple) else (meaning.run,)
-    run = list(runs) if names.issuperset(runs) else None
+    is_split = meaning.run is not None and names.issuperset(runs)
+    run = list(runs) if is_split else None
     columns = list(meaning.columns) if hasattr(table, "columns") else None
     return Reading(time=time, run=run, columns=columns, takes_names=True)
 

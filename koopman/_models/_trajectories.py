@@ -20,6 +20,8 @@ from koopman._operators import _pairs
 
 _GAP = 1.5
 """Steps between rows, in median steps, from which on there is a gap."""
+_FEW_STEPS = 4
+"""Number of steps of a run below which long ones are gaps."""
 _DAY = 86400e9
 """Nanoseconds."""
 _TOLERANCE = 1e-3
@@ -87,7 +89,7 @@ def read_trajectories(
         columns = _labels_of_states(tables, reading, input_columns)
         tabulated, input_arrays = _tabulated(tables, reading, input_columns, is_listed)
     else:
-        check_unnamed("trajectories", reading)
+        check_unnamed("trajectories", trajectories, reading)
         arrays = _listed("trajectories", _read_arrays(trajectories), trajectory_axis)
         tabulated = [TabulatedRun("trajectories", None, array, None, str) for array in arrays]
         input_arrays = []
@@ -242,6 +244,8 @@ def _clock(runs: list[TabulatedRun]) -> tuple[list[np.ndarray], str | None, bool
         index, numbers = rising_times(run)
         name = index.name
         if hasattr(index, "asi8"):
+            if getattr(index, "tz", None) is not None:
+                index = index.tz_convert(None)  # to UTC
             kind = np.asarray(index).dtype.kind
             numbers = np.asarray(index).astype(f"{kind}8[ns]").astype(np.int64) / _DAY
             has_dates = kind == "M"
@@ -255,7 +259,7 @@ def _clock(runs: list[TabulatedRun]) -> tuple[list[np.ndarray], str | None, bool
 
 
 def _step_of(times: list[np.ndarray], unit: str | None, time_step: float | None) -> float:
-    """Return the median step of the clock, or `time_step` without one."""
+    """Return the mean step of the clock between gaps, or `time_step`."""
     if time_step is not None:
         check_positive("time_step", time_step)
     if unit is None:
@@ -263,10 +267,13 @@ def _step_of(times: list[np.ndarray], unit: str | None, time_step: float | None)
     steps = np.concatenate(list(map(np.diff, times)))
     if not len(steps):
         fail("trajectories", "hold runs of two rows or more", "single rows")
-    step = float(np.median(steps))
-    if time_step is not None and abs(step - time_step) > _TOLERANCE * step:
+    # Each step of a clock that is rounded may be off by as much as its rounding, their mean is not.
+    step = float(np.mean(steps[steps <= _GAP * np.median(steps)]))
+    if time_step is None:
+        return step
+    if abs(step - time_step) > _TOLERANCE * step:
         fail("time_step", f"be None, or that of the clock ({step:.6g} {unit})", time_step)
-    return step
+    return float(time_step)
 
 
 def cut_at_gaps(
@@ -342,7 +349,10 @@ def _check_even(trajectories: Trajectories, index: int, is_gap: np.ndarray) -> N
     """Raise unless a run has the common step between its gaps."""
     step = trajectories.time_step
     times = trajectories.times[index]
-    steps = np.diff(times)[~is_gap]
+    steps = np.diff(times)
+    # Not a run with gaps, but one with longer steps.
+    if len(steps) < _FEW_STEPS or np.median(steps) <= _GAP * step:
+        steps = steps[~is_gap]
     # Steps of a calendar, such as months, differ by a tenth.
     is_even = np.abs(steps - step).max(initial=0.0) <= 0.1 * step
     if is_even and not trajectories.has_dates:
@@ -376,7 +386,9 @@ def as_dates(times: np.ndarray, has_dates: bool) -> np.ndarray:
     """Return times in days as dates, if the clock has dates."""
     if not has_dates:
         return times
-    return np.round(times * _DAY).astype(np.int64).astype("datetime64[ns]")
+    # Days are known to some tenths of a microsecond.
+    microseconds = np.round(times * (_DAY / 1000))
+    return microseconds.astype("datetime64[us]").astype("datetime64[ns]")
 
 
 def check_columns(trajectories: Trajectories, fitted: tuple[Any, ...]) -> None:
