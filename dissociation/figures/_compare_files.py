@@ -34,6 +34,7 @@ class Network:
         mask: True for positions that count, of the compared samples, [n, positions]; or None.
         ids: Labels of samples, or None.
         logits: Outputs, or None.
+        leaves_mask: True if the file has a mask that its positions do not use.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Network:
     mask: np.ndarray | None = None
     ids: list[Any] | None = None
     logits: StoredArray | None = None
+    leaves_mask: bool = False
 
     def grid(self, layer: StoredArray) -> tuple[int, ...]:
         """Return the sizes of a layer's positions, of which neurons have none."""
@@ -158,8 +160,10 @@ def read_network(
     if special["ids"] is not None:
         network.ids = _read_ids(name, special["ids"])
     _check_positions(network, command)
-    if special["mask"] is not None and positions not in (None, "neurons"):
-        network.mask = _read_mask(name, special["mask"])
+    if special["mask"] is not None:
+        network.leaves_mask = positions in (None, "neurons")
+        if not network.leaves_mask:
+            network.mask = _read_mask(name, special["mask"])
     return network
 
 
@@ -188,7 +192,7 @@ def _read_ids(name: str, stored: StoredArray) -> list[Any]:
         fail(name, "hold `ids` of integers or text, one per sample", received)
     array = stored.read()
     if stored.dtype.kind == "S":
-        array = np.char.decode(array, "utf-8")
+        array = np.char.decode(array, "utf-8", "surrogateescape")
     ids = array.tolist()
     num_repeated = len(ids) - len(set(ids))
     if num_repeated:
@@ -262,6 +266,12 @@ def align(networks: Sequence[Network], max_samples: int | None) -> list[str]:
             network.rows = network.rows[subset]
         sentences.append(f"A fixed subset of {max_samples} of {number} samples is compared.")
     _align_positions(networks)
+    for network in networks:
+        if network.leaves_mask:
+            sentences.append(f"The `mask` of {network.path} is not used.")
+    if first.positions != "samples" and (first.mask is None) != (second.mask is None):
+        masked = second if first.mask is None else first
+        sentences.append(f"Only {masked.path} has a `mask` that leaves positions out.")
     return sentences
 
 
@@ -270,7 +280,8 @@ def _align_ids(networks: Sequence[Network], ids: list[Any], other_ids: list[Any]
     row_of_id = {label: row for row, label in enumerate(other_ids)}
     rows = [row for row, label in enumerate(ids) if label in row_of_id]
     if not rows:
-        fail("b", "hold some of the `ids` of `a`", f"none of {len(ids)}")
+        received = f"none of {len(ids)}; the first are {ids[0]!r} in `a` and {other_ids[0]!r}"
+        fail("b", "hold some of the `ids` of `a`", received)
     networks[0].rows = np.asarray(rows)
     networks[1].rows = np.asarray([row_of_id[ids[row]] for row in rows])
     num_dropped = len(ids) - len(rows)
@@ -333,6 +344,9 @@ def feature_bytes(network: Network) -> int:
     row_bytes = 0
     for layer in network.layers.values():
         row_bytes += network.width(layer) * np.result_type(layer.dtype, np.float32).itemsize
+    groups = groups_of(network)
+    if groups is not None:
+        return len(groups) * row_bytes
     return len(network.rows) * num_positions_of(network) * row_bytes
 
 

@@ -51,6 +51,10 @@ def planned(config: Any, networks: list[Network]) -> pairs.Comparison:
         WrongValue: If the measure cannot compare the layers.
     """
     first, second = networks
+    number = len(first.rows)
+    num_blocks: int | None = min(number, config.num_blocks)
+    if number - -(-number // num_blocks) < MEASURES[config.measure].with_options().minimum:
+        num_blocks = None
     groups = files.groups_of(first)
     positions = None
     if first.positions == "samples" and groups is None:
@@ -62,7 +66,7 @@ def planned(config: Any, networks: list[Network]) -> pairs.Comparison:
         names=(first.path, second.path),
         baseline=True,
         p_values=True,
-        num_blocks=min(len(first.rows), config.num_blocks),
+        num_blocks=num_blocks,
         blocks="shuffled",
         groups=groups,
         level=LEVEL,
@@ -92,7 +96,7 @@ def compare_in_memory(
         counts[name] = sum(1 if choices is None else len(choices) for _, choices in step)
     if comparison.form.leave_outs is not None:
         counts["blocks"] = 2  # from the matrices of all samples
-    arrays = _with_estimate(cache, jobs, counts, config.measure, num_bytes)
+    arrays = _with_estimate(cache, jobs, counts, config.measure, num_bytes, has_programs=True)
 
     step_tables: dict[str, list[np.ndarray]] = {}
     for name, step_arrays in arrays.items():
@@ -115,11 +119,18 @@ def _step_tables(comparison: pairs.Comparison, steps: list[Any]) -> Arrays:
 
 
 def _with_estimate(
-    cache: Cache, jobs: Any, counts: dict[str, int], title: str, num_bytes: int
+    cache: Cache,
+    jobs: Any,
+    counts: dict[str, int],
+    title: str,
+    num_bytes: int,
+    *,
+    has_programs: bool,
 ) -> dict[str, Arrays]:
     """Return the arrays of jobs, with an estimate of the time from the first of them.
 
-    `counts` are numbers of evaluations by job.
+    `counts` are numbers of evaluations by job. If it `has_programs`, the first job takes time to
+    compile, and is timed again.
     """
     title = f"{title}, about {num_bytes / 2**20:.0f} MiB"
     logger.info("estimate: %s", title)
@@ -128,7 +139,7 @@ def _with_estimate(
     arrays = cache.get_all({first: compute}, title)
     seconds = cache.seconds[first]
     num_left = sum(counts[name] for name in jobs)
-    if num_left > FEW_EVALUATIONS:
+    if has_programs and num_left > FEW_EVALUATIONS:
         began = time.perf_counter()
         compute()
         seconds = time.perf_counter() - began
@@ -181,7 +192,8 @@ def compare_in_batches(config: Any, networks: list[Network], cache: Cache) -> An
         jobs[f"pair_{row}_{column}"] = partial(compute, sides[0][row], sides[1][column])
     num_bytes = _sum_bytes(config, networks) + 2**28
     counts = dict.fromkeys(jobs, 1)
-    arrays = _with_estimate(cache, jobs, counts, f"{config.measure}, in batches", num_bytes)
+    title = f"{config.measure}, in batches"
+    arrays = _with_estimate(cache, jobs, counts, title, num_bytes, has_programs=False)
 
     is_debiased = config.measure == "debiased_cka"
     fractions = np.bincount(block_of_sample) / number

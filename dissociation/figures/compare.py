@@ -145,7 +145,9 @@ def source(config: Config) -> Data:
     sentences = files.align(networks, config.max_samples)
     logits = _read_logits(networks)
     if not logits and any(network.logits for network in networks):
-        sentences.append("Logits are left out: they must be [samples, classes] in both files.")
+        sentences.append(
+            "Logits are left out: they must be real numbers, [samples, classes], in both files."
+        )
     budget = host_budget() if config.memory_budget is None else config.memory_budget
     num_bytes = _bytes_in_memory(networks)
     if num_bytes > budget:
@@ -169,7 +171,9 @@ def _read_logits(networks: Sequence[files.Network]) -> tuple[np.ndarray, ...]:
     shapes = set()
     for network in networks:
         stored = network.logits
-        if stored is not None and len(stored.shape) == 2 and stored.shape[1] > 1:
+        if stored is None or len(stored.shape) != 2:
+            continue
+        if stored.shape[1] > 1 and stored.dtype.kind in "biuf":
             shapes.add(stored.shape[1])
             logits.append(np.concatenate(list(network.batches(stored))))
     return tuple(logits) if len(logits) == 2 and len(shapes) == 1 else ()

@@ -30,27 +30,21 @@ def without_blocks(
         remaining: Rows without each block. Blocks are disjoint, and together hold all rows.
     """
     number = stacks[0].shape[1]
-    outside = np.zeros((len(remaining), number), stacks[0].dtype)
-    row_bytes = sum(map(len, stacks)) * number * outside.itemsize
-    longest = number - min(map(len, remaining))
-    length = int(np.clip(CHUNK_BYTES // row_bytes, 1, longest))
-    chunks = []
-    block_of_chunk = []
-    for index, rows in enumerate(remaining):
-        outside[index, rows] = 1
-        block = np.flatnonzero(outside[index] < 1)
-        # A row beyond the last one marks the end of a short chunk.
-        padded = np.pad(block, (0, -len(block) % length), constant_values=number)
-        chunks.append(padded.reshape(-1, length))
-        block_of_chunk += [index] * len(chunks[-1])
-    arrays = (outside, np.concatenate(chunks), np.asarray(block_of_chunk))
-    return np.asarray(_without_blocks(is_debiased, list(stacks), *map(to_device, arrays)))
+    blocks = [np.setdiff1d(np.arange(number), rows) for rows in remaining]
+    longest = max(map(len, blocks))
+    row_bytes = sum(map(len, stacks)) * len(blocks) * longest * stacks[0].dtype.itemsize
+    num_chunks = int(np.clip(-(-longest * row_bytes // CHUNK_BYTES), 1, longest))
+    length = -(-longest // num_chunks)
+    # A row beyond the last one fills short blocks.
+    order = np.full((len(blocks), num_chunks * length), number)
+    for block, rows in zip(order, blocks, strict=True):
+        block[: len(rows)] = rows
+    order = order.reshape(len(blocks), num_chunks, length)
+    return np.asarray(_without_blocks(is_debiased, list(stacks), to_device(order)))
 
 
 @eqx.filter_jit
-def _without_blocks(
-    is_debiased: bool, stacks: list[Array], outside: Array, chunks: Array, block_of_chunk: Array
-) -> Array:
+def _without_blocks(is_debiased: bool, stacks: list[Array], order: Array) -> Array:
     """Return the measure of all pairs of items without each block, [blocks, items, items].
 
     With A the matrix over samples, S the samples outside of a block, and m their number,
@@ -58,43 +52,49 @@ def _without_blocks(
         HSIC = <A_S, B_S> - 2 / m' <r, t> + sum r sum t / m'',   r = A_S 1,   t = B_S 1,
 
     m' = m and m'' = m^2, or m' = m - 2 and m'' = (m - 1)(m - 2) for matrices without their
-    diagonals. <A_S, B_S> is that of all samples without twice that of the block's rows, and with
-    that of the block's rows and columns.
+    diagonals. <A_S, B_S> and r are sums over pairs of other blocks, without differences, in which
+    one long sample would leave its rounding. `order` holds rows, [blocks, chunks, rows].
     """
-    centred_stacks = [lax.map(lambda features: centred(features)[0], stack) for stack in stacks]
-    number = outside.shape[1]
+    num_blocks = len(order)
+    num_items = sum(map(len, stacks))
+
+    def in_order(features):
+        """Return centred rows by block; zero for rows beyond the last one."""
+        return centred(features)[0].at[order.reshape(-1)].get(mode="fill", fill_value=0)
+
+    ordered_stacks = [lax.map(in_order, stack) for stack in stacks]
+    columns = jnp.arange(order.size)
+    is_other = 1 - jnp.eye(num_blocks, dtype=stacks[0].dtype)
 
     def rows_of(x, rows):
-        """Return rows of the matrix over samples; zero for rows beyond the last one."""
-        matrix = product(x.at[rows].get(mode="fill", fill_value=0), x.T)
+        """Return rows of the matrix over samples."""
+        matrix = product(x[rows], x.T)
         if is_debiased:
-            matrix = jnp.where(rows[:, None] == jnp.arange(number)[None], 0.0, matrix)
+            matrix = jnp.where(rows[:, None] == columns[None], 0.0, matrix)
         return matrix
 
     def add(sums, chunk):
         """Add the rows of a block to <A_S, B_S>, <r, t> and sum r."""
         inner, crossed, totals = sums
         rows, block = chunk
-        matrices = [lax.map(lambda x: rows_of(x, rows), stack) for stack in centred_stacks]
-        matrix = jnp.concatenate(matrices)
-        flat = matrix.reshape(len(matrix), -1)
-        of_rows = product(flat, flat.T)
-        inside = matrix * (1 - outside[block])[None, None]
-        of_squares = product(inside.reshape(len(inside), -1), flat.T)
-        inner = (inner + of_rows[None]).at[block].add(of_squares - 2 * of_rows)
-
-        row_sums = jnp.einsum("irn,bn->bir", matrix, outside, precision="highest")
-        row_sums = row_sums * outside.at[:, rows].get(mode="fill", fill_value=0)[:, None]
+        matrices = [lax.map(lambda x: rows_of(x, rows), stack) for stack in ordered_stacks]
+        matrix = jnp.concatenate(matrices).reshape(num_items, len(rows), num_blocks, -1)
+        of_blocks = jnp.einsum("irbn,jrbn->bij", matrix, matrix, precision="highest")
+        of_others = product(is_other, of_blocks.reshape(num_blocks, -1)).reshape(inner.shape)
+        row_sums = jnp.einsum("irbn,cb->cir", matrix, is_other, precision="highest")
+        row_sums = row_sums * is_other[block][:, None, None]
+        inner = inner + of_others * is_other[block][:, None, None]
         crossed = crossed + product(row_sums, jnp.swapaxes(row_sums, 1, 2))
         return (inner, crossed, totals + jnp.sum(row_sums, 2)), None
 
-    num_blocks = len(outside)
-    num_items = sum(map(len, stacks))
-    zeros = jnp.zeros((num_blocks, num_items, num_items), outside.dtype)
-    (inner, crossed, totals), _ = lax.scan(
-        add, (zeros, zeros, zeros[:, :, 0]), (chunks, block_of_chunk)
+    zeros = jnp.zeros((num_blocks, num_items, num_items), is_other.dtype)
+    chunks = (
+        columns.reshape(-1, order.shape[2]),
+        jnp.repeat(jnp.arange(num_blocks), order.shape[1]),
     )
-    remaining = jnp.sum(outside, 1)[:, None, None]
+    (inner, crossed, totals), _ = lax.scan(add, (zeros, zeros, zeros[:, :, 0]), chunks)
+    counts = jnp.sum(order < stacks[0].shape[1], (1, 2)).astype(is_other.dtype)
+    remaining = product(is_other, counts[:, None])[:, :, None]
     divisor = remaining
     divisor_of_totals = remaining**2
     if is_debiased:

@@ -125,7 +125,7 @@ class Tasks(NamedTuple):
 def run_task(path: Path, digest: str, index: int | None) -> Any:
     """Train a group, or plan the sweep, in a worker; return the plan, and an error's traceback."""
     with _one_group:
-        earlier = _environment()
+        earlier = {name: jax.config.values[name] for name in SETTINGS}
         try:
             make_plan, sweep, same_program = _read(path, digest)
             if index is None:
@@ -142,8 +142,8 @@ def run_task(path: Path, digest: str, index: int | None) -> Any:
         except Exception:
             return None, traceback.format_exc()
         finally:
-            for name in SETTINGS:
-                jax.config.update(name, earlier[name])
+            for name, setting in earlier.items():
+                jax.config.update(name, setting)
 
 
 def _read(path: Path, digest: str) -> Any:

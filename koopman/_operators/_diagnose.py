@@ -314,14 +314,15 @@ def _span_by_squares(x: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]
     squares, vectors = np.linalg.eigh(x.T @ x)
     squares = squares[::-1]
     vectors = vectors[:, ::-1]
-    is_large = squares > _SMALL_SQUARE * squares[0]
+    cutoff = x.shape[1] * eps
+    is_large = squares > max(_SMALL_SQUARE, cutoff**2) * squares[0]
     large_sizes = np.sqrt(squares[is_large])
     # Orthonormal up to the rounding unit over `_SMALL_SQUARE`.
     basis = x @ vectors[:, is_large] / large_sizes
     remainder = x @ vectors[:, ~is_large]
     remainder = remainder - basis @ (basis.T @ remainder)
     left_vectors, sizes, _ = np.linalg.svd(remainder, full_matrices=False)
-    is_kept = sizes > x.shape[1] * eps * np.sqrt(max(squares[0], 0.0))
+    is_kept = sizes > cutoff * np.sqrt(max(squares[0], 0.0))
     basis = np.concatenate([basis, left_vectors[:, is_kept]], 1)
     return basis, np.append(large_sizes, sizes[is_kept])
 

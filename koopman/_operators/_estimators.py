@@ -80,6 +80,10 @@ class Estimator(eqx.Module):
                 f"{sorted(arrays)}."
             )
 
+    def threshold(self, problem: FeatureRegression) -> Array:
+        """Return the relative size below which a singular value counts as zero."""
+        return problem.threshold()
+
     @property
     def rank(self) -> int | str | Array | None:
         """Return the rank that was passed, or None for full rank."""
@@ -320,16 +324,22 @@ class ReducedRank(Estimator):
 
         Columns of Q are the leading left singular vectors of W^T C_xy.
         """
-        width = problem.x.shape[1]
-        width_y = problem.y.shape[1]
-        solver = chosen_solver(problem.solver, width, width_y, problem.size)
-        if problem.route == "qr" or solver == "dense":
+        if not self._factors_moments(problem):
             return problem.by_route(self._whitened)
         route = "qr" if problem.route == "auto" else problem.route
         # A factor of C_x + alpha I cuts no direction off, so that `alpha` counts.
         return problem.either(
             _from_moments, lambda task: self._whitened(task.via(route)), problem.alpha
         )
+
+    def threshold(self, problem: FeatureRegression) -> Array:
+        """Return the relative size below which a singular value counts as zero."""
+        return problem.threshold(problem.alpha if self._factors_moments(problem) else 0.0)
+
+    def _factors_moments(self, problem: FeatureRegression) -> bool:
+        """Return True if a factor of C_x + alpha I may replace that of the features."""
+        solver = chosen_solver(problem.solver, problem.x.shape[1], problem.y.shape[1], problem.size)
+        return problem.route != "qr" and solver != "dense"
 
     def _whitened(self, problem: FeatureRegression) -> Basis:
         size = problem.size

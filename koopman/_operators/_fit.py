@@ -526,7 +526,7 @@ def _solve(
     basis = solution.vectors
     values = solution.values
     alpha = regression.alpha
-    cutoff = regression.threshold
+    cutoff = estimator.threshold(regression)
     unit, sizes, trace_ratio = units
     penalty = alpha * product(basis.T, basis)
     latent_x = product(problem.x, basis)

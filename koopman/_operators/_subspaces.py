@@ -108,16 +108,18 @@ class FeatureRegression(eqx.Module):
         # Members of a `vmap` decide together, because a mapped condition would run both programs.
         return _all_members(jnp.isfinite(factor).all())
 
-    @property
-    def threshold(self) -> Array:
-        """Relative size below which a singular value of the data counts as zero."""
+    def threshold(self, alpha: Array | float = 0.0) -> Array:
+        """Return the relative size below which a singular value of the data counts as zero.
+
+        By "auto", `either` chooses the route at `alpha`.
+        """
         eps = rounding_unit(self.x)
         # Zero eigenvalues of C_x were 0.2 to 3.2 rounding units, for 10 to 1500 columns and up to
         # 100 000 rows.
         qr = jnp.asarray(self.x.shape[1] * eps, self.x.dtype)
         covariance = jnp.asarray((8 * eps) ** 0.5, self.x.dtype)
         if self.route == "auto":
-            return jnp.where(self.moments_suffice(), covariance, qr)
+            return jnp.where(self.moments_suffice(alpha), covariance, qr)
         return qr if self.route == "qr" else covariance
 
     def either(
@@ -153,7 +155,7 @@ class FeatureRegression(eqx.Module):
 
         `values`: Square roots of C_x's eigenvalues. `right_vectors`: Eigenvectors in rows.
         """
-        is_kept = values > self.threshold * values[0]
+        is_kept = values > self.threshold() * values[0]
         squares = jnp.where(is_kept, values**2 + self.alpha, 1.0)
         scale = jnp.where(is_kept, lax.rsqrt(squares), 0.0)
         return right_vectors.T * scale[None], scale

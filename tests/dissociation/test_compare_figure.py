@@ -97,6 +97,37 @@ def test_ids_of_other_types_are_the_same(tmp_path):
         np.testing.assert_array_equal(networks[1].rows, np.argsort(ORDER))
 
 
+def test_few_samples_have_no_interval(tmp_path):
+    few = [{name: array[:4] for name, array in layers.items()} for layers in (A, B)]
+    found = computed(tmp_path, *few)
+    assert np.isfinite(found["values"]).all()
+    assert np.isnan(found.low).all()
+
+
+def test_what_is_not_used_is_said(tmp_path):
+    extra = {"logits": COLUMN.astype(str).repeat(2, 1), "mask": MASK}
+    config = compare.Config(written(tmp_path, "a", **A, **extra), written(tmp_path, "b", **B))
+    sentences = compare.source(config).sentences
+    assert "Logits are left out" in sentences
+    assert "a.npz is not used" in sentences
+    config = dataclasses.replace(
+        config, a=written(tmp_path, "a", x=IMAGES, mask=MASK), positions="mean", channels="first"
+    )
+    assert "a.npz has a `mask` that leaves positions out" in compare.source(config).sentences
+
+
+def test_padding_counts_for_no_memory(tmp_path):
+    arrays = {"x": IMAGES, "mask": np.arange(4) < np.ones((NUM_SAMPLES, 1))}
+    config = compare.Config(
+        written(tmp_path, "a", **arrays),
+        written(tmp_path, "b", **arrays),
+        positions="samples",
+        channels="first",
+        memory_budget=compare.COPIES * 2 * IMAGES.nbytes // 4,
+    )
+    assert compare.source(config).comparison is not None
+
+
 def test_a_bias_is_shown_beside_chance(tmp_path):
     rng = np.random.default_rng(0)
     a, b = ({name: rng.normal(size=(NUM_SAMPLES, 16)) for name in A} for _ in range(2))
@@ -234,6 +265,7 @@ WRONG = {
     "lengths": (2, "which has 60", with_files(b={"x": COLUMN[:50]})),
     "ids of one": (2, "`ids`, as the other", with_files(b=B | {"ids": IDS})),
     "repeated ids": (2, "distinct `ids`", with_files(b=B | {"ids": IDS // 2})),
+    "ids of numbers and text": (2, "are 0 in `a` and '0'", with_files(A | {"ids": IDS}, B | {"ids": IDS.astype(str)})),
     "no common ids": (2, "some of the `ids`", with_files(A | {"ids": IDS}, B | {"ids": IDS + 100})),
     "axes": (2, "--positions mean --channels first", with_files(b={"x": IMAGES})),
     "mask": (2, "`mask` of 4 positions", with_files(A, {"x": IMAGES, "mask": MASK[:, :3]}, *MEAN)),

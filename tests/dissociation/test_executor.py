@@ -127,6 +127,9 @@ def test_tasks_compare_versions_and_take_settings(tmp_path, monkeypatch):
         plan, error = module.run_task(tasks.path, "another digest", 0)
         assert plan is None
         assert "was written anew since this task was submitted" in error
+        monkeypatch.setattr(module, "PACKAGES", ("no_such_package",))
+        assert "no_such_package" in module.run_task(tasks.path, tasks.digest, 0)[1]
+        monkeypatch.undo()
         monkeypatch.setattr(module.platform, "python_version", lambda: "3.0")
         with pytest.raises(
             RuntimeError, match=r"must have Python 3\.1\d.*, as the caller of fit_grid, got 3.0"

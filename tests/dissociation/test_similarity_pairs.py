@@ -23,6 +23,7 @@ from dissociation.similarity import _pairs as pairs
 from dissociation.similarity import _tables as tables
 from dissociation.similarity._base import compared
 from dissociation.similarity._inference import Interval
+from dissociation.similarity._leave_outs import without_blocks
 from dissociation.similarity._orders import random_orders, units_of
 from dissociation.training import _progress as progress
 
@@ -390,6 +391,20 @@ def test_tables_of_linear_cka_leave_blocks_out_as_single_pairs_do(name, is_withi
             for field in ("estimate", "low", "high", "standard_error"):
                 value = getattr(table, field)[row, column]
                 np.testing.assert_allclose(value, getattr(pair, field), atol=2e-5)
+
+
+@pytest.mark.parametrize("is_debiased", [False, True])
+def test_one_long_sample_leaves_no_rounding_without_its_block(is_debiased):
+    rng = np.random.default_rng(3)
+    shared = rng.normal(size=(200, 8))
+    items = shared @ rng.normal(size=(2, 8, 20)) + rng.normal(10, 1, size=(2, 200, 20))
+    items[:, 3] *= 100
+    remaining = [np.delete(np.arange(200), rows) for rows in np.split(np.arange(200), 20)]
+    found = without_blocks(is_debiased, [jnp.asarray(items, jnp.float32)], remaining)
+    measure = similarity.debiased_cka if is_debiased else similarity.linear_cka
+    with jax.enable_x64(True):
+        wanted = [measure(*items[:, rows]) for rows in remaining]
+    np.testing.assert_allclose(found[:, 0, 1], wanted, atol=1e-3)
 
 
 def test_few_samples_have_as_many_blocks_or_no_interval():

@@ -487,6 +487,16 @@ def test_rounding_is_no_direction_of_the_data(samples, width, rank, kind, route,
     np.testing.assert_allclose(predict(found, x), y, atol=1e-3)
 
 
+@pytest.mark.slow
+def test_alpha_makes_no_directions_of_rounding(x64):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(600, 5)) @ rng.normal(size=(5, 300))
+    estimator = ReducedRank(8, 1e-7 * np.sum(x**2) / len(x))
+    with pytest.warns(UserWarning, match="exceeds the 5 directions"):
+        found = fit(estimator, x, x)
+    assert int(found.effective_rank) == 5
+
+
 def test_a_singular_covariance_is_named():
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
     x, y = (np.concatenate([a, a[:, :1]], 1) for a in (x, y))
