@@ -409,7 +409,7 @@ def labels_of(table: Any, label: Any) -> Any:
         with suppress(ValueError, TypeError):
             return values.astype("datetime64[ns]")
     if _DAYS_AND_MONTHS.match(values[0]):
-        with suppress(ValueError, TypeError, AttributeError):
+        with suppress(ValueError, TypeError):
             return _by_day_and_month(values)
     return values
 
@@ -419,9 +419,10 @@ def _by_day_and_month(values: Any) -> Any:
     # Here, because frames do not need it: whoever has one has imported pandas.
     import pandas
 
-    numbers = np.asarray([_DAYS_AND_MONTHS.match(text).groups() for text in values], int)
+    matches = map(_DAYS_AND_MONTHS.match, values)
+    numbers = np.asarray([match.groups() for match in matches if match], int)
     is_day = numbers.max(0) > 12
-    if is_day.sum() != 1:
+    if len(numbers) < len(values) or is_day.sum() != 1:
         return values
     return pandas.to_datetime(values, dayfirst=bool(is_day[0]))
 
