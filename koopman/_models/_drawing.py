@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dissociation import plotting
-from koopman._models._dynamics import in_columns
+from koopman._models._bands import in_columns
 from koopman._models._rates import falling_order
 from koopman._models._trajectories import as_dates
 
