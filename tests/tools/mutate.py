@@ -160,6 +160,7 @@ for module in ("_model", "_lifting", "_dynamics", "_bands", "_saving", "_traject
         "koopman/models/test_model.py",
         "koopman/models/test_model_data.py",
     ]
+TESTED_BY["koopman.figures.coverage"] = ["koopman/models/test_coverage.py"]
 TESTED_BY["koopman._models._drawing"] = ["koopman/models/test_drawing.py"]
 TESTED_BY["dissociation.rewrites._comparison"] = [
     "dissociation/test_growth.py",
