@@ -1,5 +1,6 @@
 """Figures of models: panels, bands, units, images and dates."""
 
+import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -36,7 +37,8 @@ def collections_of(panel):
 
 @pytest.fixture(scope="module")
 def model():
-    return fit_model([decaying_rotation(300, 0.3), decaying_rotation(250, 0.3, 1)])
+    with jax.enable_x64(True):
+        return fit_model([decaying_rotation(300, 0.3), decaying_rotation(250, 0.3, 1)])
 
 
 def test_a_model_draws_its_numbers(model):
