@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from koopman._models._intervals import jackknife_error, student_quantile
-from koopman._models._lifting import StateBasis
+from koopman._models._lifting import StateBasis, column_blocks
 
+_NAMES = ("mean", "mean_low", "mean_high", "low", "high")
 _FEWEST_ERRORS = 10
 """Number of training errors below which those of fewer steps serve."""
 
@@ -31,23 +32,43 @@ def bands(
         level: Probability of the intervals.
         basis: Basis of wide states, or None.
     """
+    summary = np.full((2, mean.shape[2]), np.nan)
+    summaries = []
+    for errors_of_step in errors:
+        if len(errors_of_step) >= _FEWEST_ERRORS:
+            summary = errors_of_step if basis is None else _moments(errors_of_step)
+        summaries.append(summary)
+    if basis is None:
+        ends = _ends(mean, deleted, summaries, level, None)
+    else:
+        ends = np.empty((len(_NAMES), *mean.shape[:2], len(basis.vectors)))
+        for block, columns in zip(basis.blocks(), column_blocks(ends.T), strict=True):
+            columns.T[:] = _ends(mean, deleted, summaries, level, block)
+    return dict(zip(_NAMES, ends, strict=True))
+
+
+def _ends(
+    mean: np.ndarray,
+    deleted: np.ndarray | None,
+    summaries: list[np.ndarray],
+    level: float,
+    basis: StateBasis | None,
+) -> np.ndarray:
+    """Return the bands of all columns, or of those of a basis, from errors or their `_moments`."""
     mean = in_columns(mean, basis)
     half_width = np.full(mean.shape, np.nan)
     low = np.full(mean.shape, np.nan)
     high = np.full(mean.shape, np.nan)
-    limits = np.full((2, mean.shape[2]), np.nan)
-    for step, errors_of_step in enumerate(errors):
+    for step, summary in enumerate(summaries):
         if deleted is not None:
             states = in_columns(deleted[:, step], basis)
             half_width[step] = student_quantile(states, level) * jackknife_error(states)
-        if len(errors_of_step) >= _FEWEST_ERRORS:
-            limits = _quantiles(errors_of_step, 0.5 + 0.5 * level, basis)
+        limits = _quantiles(summary, 0.5 + 0.5 * level, basis)
         half_error = 0.5 * (limits[1] - limits[0])
         spread = np.hypot(half_error, np.nan_to_num(half_width[step])) - half_error
         low[step] = mean[step] + limits[0] - spread
         high[step] = mean[step] + limits[1] + spread
-    ends = {"mean_low": mean - half_width, "mean_high": mean + half_width}
-    return {"mean": mean, **ends, "low": low, "high": high}
+    return np.stack([mean, mean - half_width, mean + half_width, low, high])
 
 
 def in_columns(coordinates: Any, basis: StateBasis | None) -> Any:
@@ -55,13 +76,18 @@ def in_columns(coordinates: Any, basis: StateBasis | None) -> Any:
     return coordinates if basis is None else basis.states(coordinates)
 
 
-def _quantiles(errors: np.ndarray, tail: float, basis: StateBasis | None) -> Any:
+def _moments(errors: np.ndarray) -> np.ndarray:
+    """Return the mean of errors, and below it rows whose products are their covariance."""
+    mean = errors.mean(0, keepdims=True)
+    # The number of rows is that of the coordinates at most.
+    root = np.linalg.qr(errors - mean, mode="r") / len(errors) ** 0.5
+    return np.concatenate([mean, root])
+
+
+def _quantiles(summary: np.ndarray, tail: float, basis: StateBasis | None) -> Any:
     """Return the lower and upper quantiles of errors; of wide states those of a normal law."""
     if basis is None:
-        return np.quantile(errors, [1 - tail, tail], axis=0)
-    mean = errors.mean(0)
-    # Rows whose products are the covariance; their number is that of the coordinates.
-    root = np.linalg.qr(errors - mean, mode="r") / len(errors) ** 0.5
-    deviation = np.linalg.norm(basis.states(root), axis=0)
-    half_width = NormalDist().inv_cdf(tail) * deviation
-    return basis.states(mean) + np.stack([-half_width, half_width])
+        return np.quantile(summary, [1 - tail, tail], axis=0)
+    states = basis.states(summary)
+    half_width = NormalDist().inv_cdf(tail) * np.linalg.norm(states[1:], axis=0)
+    return states[0] + np.stack([-half_width, half_width])

@@ -782,13 +782,13 @@ def _check_input_options(estimator: Estimator, lag: int, kernel: Any) -> None:
 
 def _series(cut: Trajectories, recipe: Recipe) -> Series:
     """Return the states of all pieces."""
-    states = np.concatenate(cut.runs)
+    runs = cut.runs
+    if recipe.state_basis is not None:
+        runs = list(map(recipe.state_basis.coordinates, runs))
+    states = np.concatenate(runs)
     features = states
     if recipe.features is not None:
         features = lifts.state_features(recipe.features, states, recipe.state_shape)
-    elif recipe.state_basis is not None:
-        states = recipe.state_basis.coordinates(states)
-        features = states
     return Series(
         states,
         features,
