@@ -15,7 +15,7 @@ WHOLE = {  # modules in which all of them are of integers or of rows, in dissoci
         "rewrites/_axes.py rewrites/_comparison.py rewrites/_copies.py rewrites/_flow.py "
         "rewrites/_groups.py "
         "rewrites/_growth.py rewrites/_indexing.py "
-        "rewrites/_operations.py rewrites/_rewrites.py rewrites/_seen.py",
+        "rewrites/_control_flow.py rewrites/_rewrites.py rewrites/_seen.py",
     "labels and folds, the paper's": "measures/_softmax_solver.py",
     "ranks of the data as given": "measures/_coordinates.py measures/_neighbours.py",
     "rows by label and by draw": "measures/_nearest.py measures/_smoothed.py",

@@ -172,10 +172,10 @@ def open_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
         raise RefusedFile(_refusal_of_pickle(source))
     if source.name.endswith(INDEX):
         read_headers = _shards
-    elif source.suffix in _HEADERS:
-        read_headers = _HEADERS[source.suffix]
+    elif source.suffix in _READERS:
+        read_headers = _READERS[source.suffix]
     else:
-        fail("path", f"end in {', '.join(_HEADERS)} or {INDEX}", source.name)
+        fail("path", f"end in {', '.join(_READERS)} or {INDEX}", source.name)
     with reading(source, ""):
         return read_headers(source)
 
@@ -343,4 +343,4 @@ def _shards(index: Path) -> dict[str, StoredArray]:
     return arrays
 
 
-_HEADERS = {".npz": npz_arrays, ".npy": _npy_arrays, ".safetensors": _safetensors_arrays}
+_READERS = {".npz": npz_arrays, ".npy": _npy_arrays, ".safetensors": _safetensors_arrays}

@@ -383,7 +383,10 @@ def _square_root(square: Array) -> Array:
 
 
 def _nearest(values: Array, slopes: Array, start: Array, doubt: Array) -> Array:
-    """Return the shortest y with q = start + sum (2 slopes y + values y^2) <= 0, or infinity."""
+    """Return the shortest y [r] with q = start + sum (2 slopes y + values y^2) <= 0, or infinity.
+
+    `doubt`: Rounding of the lowest of `values`.
+    """
     # The margin is quadratic, so this trust-region problem has no duality gap: y = -m g / (1 + m a)
     # with eigenvalues a, slopes g and a multiplier m. As q falls in m while 1 + m min(a) >= 0,
     # bisection finds its root.

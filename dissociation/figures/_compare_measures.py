@@ -12,9 +12,9 @@ from jaxtyping import Array
 from dissociation._core.array_files import StoredArray
 from dissociation._core.checks import fail
 from dissociation._core.splits import fold_numbers
-from dissociation.figures import _compare_files as files
+from dissociation.figures import _compare_networks as files
 from dissociation.figures._cache import Arrays, Cache
-from dissociation.figures._compare_files import Network
+from dissociation.figures._compare_networks import Network
 from dissociation.similarity import _block_sums as block_sums
 from dissociation.similarity import _inference as inference
 from dissociation.similarity import _pairs as pairs

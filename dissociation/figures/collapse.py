@@ -268,7 +268,7 @@ def _computed(
 
 
 def _codes(config: Config, data: Dataset, key: Array) -> dict[str, Array]:
-    """Return whitened codes of the first test images by an autoencoder, [n, code]."""
+    """Return an array `codes` for the cache: whitened codes of test images, [n, code]."""
     model = train_compression(
         data.train_images[:10_000], config.code, key=key, num_epochs=config.compression_epochs
     )

@@ -19,8 +19,8 @@ from jaxtyping import Array
 
 from dissociation._core.checks import fail
 from dissociation._core.memory import host_budget
-from dissociation.figures import _compare_files as files
 from dissociation.figures import _compare_measures as measures
+from dissociation.figures import _compare_networks as files
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
 from dissociation.figures._harness import Settings, config_of, drawing, run
 from dissociation.plotting import _axes as plotting

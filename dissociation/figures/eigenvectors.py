@@ -193,7 +193,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     # of similarity 1.
     with_self = (overlap * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)
 
-    of_reference, component_names = _of_reference(details | masks)
+    of_reference, component_names = _reference_variables(details | masks)
     padded_variables, lengths = _padded(variables_of_size, config.reference)
     variables = {
         "top": (("hidden_sizes", "other_hidden_sizes"), top["top"]),
@@ -291,8 +291,8 @@ def _trained(config: Config, size: int, key: Array, data: Dataset, cache: Cache)
     return _Networks(models, spectra, alive, variables)
 
 
-def _of_reference(arrays: Arrays) -> tuple[dict[str, Any], list[str]]:
-    """Return variables of one network, and numbers of components.
+def _reference_variables(arrays: Arrays) -> tuple[dict[str, Any], list[str]]:
+    """Return variables of one network, and labels of numbers of components ("1", "5", "all").
 
     The arrays are those of `measures.details` and `measures.masking`.
     """

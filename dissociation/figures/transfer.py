@@ -276,6 +276,7 @@ def _curves(
 
 
 def _stable_step(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
+    """Return the largest stable step of gradient descent on the features of one rewrite."""
     return stable_step_size(members.represent(images, model, rewritten, key))
 
 

@@ -28,9 +28,9 @@ from dissociation.rewrites._axes import (
     size_of,
     sizes_of,
 )
+from dissociation.rewrites._control_flow import follow
 from dissociation.rewrites._copies import independent_copies
 from dissociation.rewrites._flow import Flow, Value, equations_of, exponents_of
-from dissociation.rewrites._operations import follow
 
 
 class Slot(NamedTuple):

@@ -28,7 +28,7 @@ from dissociation.training._interrupts import interruptible
 from dissociation.training._members import member_devices
 from dissociation.training._partition import Partition
 from dissociation.training._records import Callback, History, OfFunction, Save, record_steps
-from dissociation.training._run import FORMAT, Run, RunFile, identity_of
+from dissociation.training._run import CHECKPOINT_FORMAT, Run, RunFile, identity_of
 from dissociation.training._samplers import Sampler, as_arrays, leading_size
 from dissociation.training._state import (
     State,
@@ -202,7 +202,7 @@ def fit(
         if path.exists():
             header = checkpoints.read_header(path)
     partition = Partition(len(state.step), member_map, members_per_batch, mesh)
-    if header.get("format") == FORMAT:  # `RunFile.header` raises for another one
+    if header.get("format") == CHECKPOINT_FORMAT:  # `RunFile.header` raises for another one
         partition = partition.resumed(header["layout"])
 
     with interruptible(), ExitStack() as locks:

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK_SECONDS = 1.0
 """Target time of a chunk, between updates of progress and checks for an interrupt."""
-FORMAT = 3
+CHECKPOINT_FORMAT = 3
 """Format of a run's header."""
 FIRST_WRITE = 5.0
 """Longest time until the first checkpoint, after a chunk, so that compilation is not lost."""
@@ -235,10 +235,10 @@ class RunFile(NamedTuple):
         header = checkpoints.read_header(self.path)
         advice = "Delete it or name another file"
         written = header.get("format", 0)
-        if written != FORMAT:
+        if written != CHECKPOINT_FORMAT:
             checks.fail(
                 "checkpoint",
-                f"be a file of format {FORMAT}",
+                f"be a file of format {CHECKPOINT_FORMAT}",
                 f"{self.path} of format {written}",
                 advice,
             )
@@ -485,7 +485,7 @@ class Run:
         record = self.record
         members = self.members
         header = {
-            "format": FORMAT,
+            "format": CHECKPOINT_FORMAT,
             "layout": members.partition.stored(),
             "run": self.file.identity,
             "jax": jax.__version__,

@@ -17,7 +17,7 @@ from dissociation.training._partition import Partition, Threads
 from dissociation.training._plan import Plan, Sweep
 from dissociation.training._records import Callback
 
-FORMAT = 2
+SWEEP_FORMAT = 2
 """Format of the manifest."""
 MANIFEST = "sweep.json"
 """File with the settings, groups and layout of a sweep."""
@@ -44,7 +44,7 @@ def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, 
     if fresh and path.exists():
         _set_aside([*folder.glob("group-*"), path], folder)
     if not path.exists():
-        return {"format": FORMAT, "identity": identity}
+        return {"format": SWEEP_FORMAT, "identity": identity}
     advice = "Name another folder, or pass fresh=True."
     with files.reading(path, advice, "is broken, or of another version of this package"):
         manifest = json.loads(path.read_text())
@@ -53,8 +53,8 @@ def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, 
         if members != list(range(len(members))):
             raise ValueError("its groups do not hold each member once")
         Partition(1, "auto", "auto", "auto").resumed(manifest["layout"])
-        if manifest.get("format") != FORMAT:
-            raise ValueError(f"its format is {manifest.get('format')}, not {FORMAT}")
+        if manifest.get("format") != SWEEP_FORMAT:
+            raise ValueError(f"its format is {manifest.get('format')}, not {SWEEP_FORMAT}")
     different = [name for name in identity if stored.get(name) != identity[name]]
     if different:
         differ = checks.that_differ(different)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Int
 
@@ -74,17 +75,28 @@ def _padded_size(count: int) -> int:
     return max(32, next_power(count))
 
 
-def _tiles(blocks: Blocks, lengths: Sequence[int], lag: int) -> tuple[np.ndarray, ...]:
-    """Return pairs in tiles of equal size, every tile within one block.
+class Tiles(NamedTuple):
+    """Pairs in tiles of equal size, every tile within one block, tiles of a block in succession.
+
+    Attributes:
+        row: Rows of the states x, [tiles, size].
+        is_used: 1 for pairs with a state at the lag and at twice the lag, 0 for others and
+            padding: [2, tiles, size].
+        tenth: Tenth of the data, [tiles].
+    """
+
+    row: Any
+    is_used: Any
+    tenth: Any
+
+
+def _tiles(blocks: Blocks, lengths: Sequence[int], lag: int) -> tuple[Tiles, np.ndarray]:
+    """Return tiles, and the first tile of every block and its end, [2, blocks].
 
     Args:
         blocks: Blocks of pairs.
         lengths: Number of rows of every run.
         lag: Steps from x to y.
-
-    Returns:
-        Rows of the states x, [tiles, size]. 1 for pairs with a state at the lag and at twice the
-        lag, 0 for others and padding: [2, tiles, size]. Block of the tile, [tiles].
     """
     rows, _ = pair_indices(lengths, lag)
     of_pair = np.concatenate(blocks.of_pair)
@@ -92,41 +104,21 @@ def _tiles(blocks: Blocks, lengths: Sequence[int], lag: int) -> tuple[np.ndarray
     num_blocks = _padded_size(blocks.num_blocks)
     size = max(1, _padded_size(len(rows)) // (2 * num_blocks))
     counts = np.bincount(of_pair, minlength=num_blocks)
-    num_tiles = -(-counts // size)
-    first_tile = np.cumsum(num_tiles) - num_tiles
+    end = np.cumsum(-(-counts // size))
+    first = np.append(0, end[:-1])
     position = np.arange(len(rows)) - (np.cumsum(counts) - counts)[of_pair]
-    tile = first_tile[of_pair] + position // size
+    tile = first[of_pair] + position // size
     slot = position % size
 
     shape = (3 * num_blocks, size)
-    row_of_slot = np.zeros(shape, int)
-    row_of_slot[tile, slot] = rows
+    row = np.zeros(shape, int)
+    row[tile, slot] = rows
     is_used = np.zeros((2, *shape))
     is_used[0, tile, slot] = 1.0
     is_used[1, tile, slot] = np.isin(rows, pair_indices(lengths, 2 * lag)[0])
-    block_of_tile = np.zeros(len(row_of_slot), int)
-    block_of_tile[tile] = of_pair
-    return row_of_slot, is_used, block_of_tile
-
-
-def _block_sums(
-    rows: Array, observable: Array, tiles: Sequence[Array], lag: Array, num_blocks: int
-) -> Array:
-    """Return sums of products of (1, x) with (1, x, y, o) over blocks, [lags, blocks, x, y].
-
-    Lags are the lag and twice the lag, or the lag alone.
-    """
-    row_of_slot, is_used, block_of_tile = tiles
-    states = jnp.pad(rows, ((0, 0), (1, 0)), constant_values=1.0)
-    targets = jnp.concatenate([rows, observable], 1)
-    x = states[row_of_slot]
-    sums = []
-    for order in range(len(is_used)):
-        successors = jnp.minimum(row_of_slot + (1 + order) * lag, len(rows) - 1)
-        y = jnp.concatenate([x, targets[successors]], 2)
-        products = product(jnp.swapaxes(x * is_used[order][..., None], 1, 2), y)
-        sums.append(jax.ops.segment_sum(products, block_of_tile, num_blocks))
-    return jnp.stack(sums)
+    tenth = np.zeros(len(row), int)
+    tenth[tile] = blocks.tenths[of_pair]
+    return Tiles(row, is_used, tenth), np.stack([first, end])
 
 
 class Replicates(NamedTuple):
@@ -187,20 +179,16 @@ def replicate(
     """
     if observable is None:
         observable = np.zeros((len(rows), 0), rows.dtype)
-    row_of_slot, is_used, block_of_tile = _tiles(blocks, lengths, lag)
+    tiles, tiles_of_block = _tiles(blocks, lengths, lag)
     if is_check:
-        is_used = is_used[:1]
-    num_blocks = _padded_size(blocks.num_blocks)
-    num_rows = 1 + num_blocks + TENTHS
-    is_tenth = np.zeros((TENTHS, num_blocks))
-    is_tenth[blocks.tenths, np.arange(blocks.num_blocks)] = 1.0
+        tiles = tiles._replace(is_used=tiles.is_used[:1])
+    num_rows = 1 + tiles_of_block.shape[1] + TENTHS
     solution, values = _replicate(
         padded(rows),
         padded(observable),
-        (row_of_slot, is_used, block_of_tile),
+        tiles,
         lag,
-        _picks(num_blocks, is_check),
-        is_tenth,
+        _picks(tiles_of_block, is_check),
         scale,
         alpha,
         **options,
@@ -212,20 +200,20 @@ def replicate(
     return Replicates(*fields, num_blocks=blocks.num_blocks)
 
 
-def _picks(num_blocks: int, is_check: bool) -> Int[np.ndarray, "3 M"]:
-    """Return which sums make a replicate: its total, a block, and 1 if the block is left out.
+def _picks(tiles_of_block: np.ndarray, is_check: bool) -> Int[np.ndarray, "4 M"]:
+    """Return which sums make a replicate: its order, its total, and tiles that are left out.
 
-    Totals are those of all blocks at the lag and at twice the lag, and of ten tenths at the lag.
+    Orders are 0 for the lag, 1 for twice the lag. Totals are those of tenths, and then of all.
     Replicates are all blocks, all but one, and tenths; then at twice the lag all, and all but one.
+    Tiles are the first one and their end.
     """
-    is_deleted = np.append(0, np.ones(num_blocks, int))
-    block = np.arange(len(is_deleted)) - is_deleted
-    picks = np.stack([0 * block, block, is_deleted])
+    deleted = np.pad(tiles_of_block, ((2, 0), (1, 0)))
+    deleted[1] = TENTHS
     if is_check:
-        return picks
-    tenths = np.outer([1, 0, 0], 2 + np.arange(TENTHS))
-    later = picks + np.array([[1], [num_blocks], [0]])
-    return np.concatenate([picks, tenths, later], 1)
+        return deleted
+    tenths = np.outer([0, 1, 0, 0], np.arange(TENTHS))
+    later = deleted + np.array([[1], [0], [0], [0]])
+    return np.concatenate([deleted, tenths, later], 1)
 
 
 # Compiling takes longer than running, which is products and LAPACK's calls.
@@ -237,10 +225,9 @@ def _picks(num_blocks: int, is_check: bool) -> Int[np.ndarray, "3 M"]:
 def _replicate(
     rows: Array,
     observable: Array,
-    tiles: tuple[Array, ...],
+    tiles: Tiles,
     lag: Array,
     picks: Array,
-    is_tenth: Array,
     scale: Array,
     alpha: Array,
     kind: str,
@@ -248,15 +235,37 @@ def _replicate(
     center: bool,
 ) -> tuple[tuple[Array, ...], Array]:
     """Return the fields of `Replicates` and the eigenvalues of all picks."""
-    sums = _block_sums(rows, observable, tiles, lag, is_tenth.shape[1])
-    tenths = jnp.tensordot(is_tenth, sums[0], 1, precision="highest")
-    totals = jnp.concatenate([jnp.sum(sums, 1), tenths])
-    by_block = sums.reshape(-1, *totals.shape[1:])
     width = rows.shape[1]
+    num_orders = len(tiles.is_used)
+    states = jnp.pad(rows, ((0, 0), (1, 0)), constant_values=1.0)
+    targets = jnp.concatenate([rows, observable], 1)
+
+    def sums(tile: Array, order: Array) -> Array:
+        """Return products of (1, x) with (1, x, y, o) over a tile."""
+        row = tiles.row[tile]
+        x = states[row]
+        successors = jnp.minimum(row + (1 + order) * lag, len(rows) - 1)
+        y = jnp.concatenate([x, targets[successors]], 1)
+        return product((x * tiles.is_used[order, tile][:, None]).T, y)
+
+    def add(number: Array, totals: Array) -> Array:
+        order = number // len(tiles.row)
+        tile = number % len(tiles.row)
+        return totals.at[order, tiles.tenth[tile]].add(sums(tile, order))
+
+    shape = (num_orders, TENTHS + 1, 1 + width, 1 + width + targets.shape[1])
+    totals = jnp.zeros(shape, rows.dtype)
+    totals = lax.fori_loop(0, num_orders * len(tiles.row), add, totals)
+    totals = totals.at[:, TENTHS].set(jnp.sum(totals, 1))
 
     def moments(pick: Array) -> tuple[Array, Array, Array]:
         """Return the means of x, y and o, C and C_xy."""
-        total = totals[pick[0]] - pick[2] * by_block[pick[1]]
+        order = pick[0]
+
+        def delete(tile: Array, total: Array) -> Array:
+            return total - sums(tile, order)
+
+        total = lax.fori_loop(pick[2], pick[3], delete, totals[order, pick[1]])
         total = total / jnp.maximum(total[0, 0], 1.0)
         means = total[0, 1:] * center
         products = total[1:, 1:] - means[:width, None] * means[None]
@@ -297,7 +306,7 @@ def _replicate(
 
     # Batches of LAPACK calls on a CPU wait for each other for ever when threads share its pool.
     batch_size = None if jax.default_backend() == "cpu" else picks.shape[1]
-    return jax.lax.map(solve, picks.T, batch_size=batch_size)
+    return lax.map(solve, picks.T, batch_size=batch_size)
 
 
 def _near(reference: Basis, square: Array, rank: int | None) -> Array:
@@ -318,7 +327,7 @@ def _near(reference: Basis, square: Array, rank: int | None) -> Array:
         change = product(trailing, product(trailing.T, residual) * inverse)
         return jnp.linalg.qr(basis + change)[0]
 
-    return jax.lax.fori_loop(0, 4, correct, leading)
+    return lax.fori_loop(0, 4, correct, leading)
 
 
 def _eigenvalues(matrix: Array) -> Array:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dissociation import plotting
-from koopman._models._dynamics import in_columns
+from koopman._models._bands import in_columns
 from koopman._models._rates import falling_order
 from koopman._models._trajectories import as_dates
 
@@ -20,6 +20,11 @@ _NUM_RATES = 12
 _NUM_COLUMNS = 3
 """Largest number of states in the panel of forecasts."""
 _NUM_TICKS = 8
+_MARGIN = 0.08
+"""Space beside points, in widths of a panel."""
+_SPACING = 8
+"""Pixels of a forecast are farther from each other than an image's size divided by this."""
+_AXES_OF_IMAGE = ("channel", "row", "column")
 _FORECAST = "forecast_"
 _NUM_POINTS = 400
 """Number of times at which a sum of exponentials is drawn."""
@@ -73,7 +78,7 @@ def draw_exponentials(fitted: Any, steps: int) -> Figure:
     order = falling_order(fitted.share, fitted.growth)
     rates = fitted.growth + 1j * fitted.angular_frequency
     eigenvalues = np.exp(rates * trajectories.time_step)[order]
-    shapes = fitted.amplitudes[0][order]
+    shapes = fitted.amplitudes[0][order].reshape(-1, *trajectories.state_shape)
     times = np.append(times, grid)
     title = f"run {trajectories.labels[0]}"
     table = (fitted.rates(), eigenvalues, shapes)
@@ -88,10 +93,13 @@ def _report(
     forecast = forecast.isel(run=0).drop_vars(["run", "time", "column"], errors="ignore")
     forecast = forecast.rename({name: f"{_FORECAST}{name}" for name in forecast})
     clock = "time (day)" if meaning.unit == "day" else meaning.unit
+    axes = forecast[f"{_FORECAST}mean"].dims[1:]
+    if shapes.ndim > 1 + len(axes):
+        axes = [f"state_{axis}" for axis in _AXES_OF_IMAGE[1 - shapes.ndim :]]
     arrays = {
         "reason": ("mode", rates.reason.values.astype(str)),
         "eigenvalues": ("mode", eigenvalues),
-        "shapes": (("mode", *forecast[f"{_FORECAST}mean"].dims[1:]), shapes),
+        "shapes": (("mode", *axes), shapes),
         "observed": (("observation", "state"), states.reshape(len(states), -1)),
         "observation_time": ("observation", times[: len(states)]),
         "time": ("step", times[len(states) :]),
@@ -119,34 +127,38 @@ def plot_lags(dataset: xarray.Dataset) -> Figure:
     """
     unit = dataset.attrs["unit"]
     with plotting.house_style():
-        figure, axes = plt.subplots(1, 3, figsize=(6.5, 2.2))
+        options: Any = {"figsize": (6.5, 2.2), "gridspec_kw": {"wspace": 0.08}}
+        figure, axes = plt.subplots(1, 3, **options)
         for index in range(min(dataset.sizes["mode"], _NUM_MODES)):
             mode = dataset.isel(mode=index)
-            style: Any = {"color": plotting.color(index), "markersize": 3, "capsize": 1.5}
+            style: Any = {"color": plotting.color(index), "capsize": 1.5, "label": f"mode {index}"}
             for panel, name in zip(axes, ("growth", "frequency"), strict=False):
-                errors = _errors(mode, name)
-                panel.errorbar(
-                    mode.lag.values,
-                    mode[name].values,
-                    errors,
-                    fmt="o-",
-                    label=f"mode {index}",
-                    **style,
-                )
-            points = mode.stack(point=("lag", "multiple"))
-            half_width = 0.5 * (points.ck_high - points.ck_low)
-            predicted = points.ck_predicted.values
-            axes[2].errorbar(predicted, points.ck_measured, xerr=half_width, fmt="o", **style)
-        axes[0].set(ylabel=f"growth (1/{unit})", xlabel="lag (step)")
-        axes[0].set(title="without bars: not resolved")
+                panel.errorbar(mode.lag.values, mode[name].values, _errors(mode, name), **style)
+            for position, lag in enumerate(mode.lag.values):
+                _draw_lag(axes, mode.sel(lag=lag), index, position)
+        for position, lag in enumerate(dataset.lag.values):
+            marker = plotting.look(position)["marker"]
+            axes[2].plot([], [], marker, color="0.4", markersize=3, label=f"lag {lag}")
+        axes[0].set(ylabel=f"growth (1/{unit})", xlabel="lag (step)", title="open: not resolved")
         axes[1].set(ylabel=f"frequency (cycles/{unit})", xlabel="lag (step)")
         axes[2].axline((0, 0), slope=1, color="0.7", linewidth=0.6, zorder=0)
         axes[2].set(xlabel="predicted $\\lambda^k$", ylabel="measured")
-        axes[2].set(title="Chapman-Kolmogorov test")
+        axes[2].set(title="Chapman-Kolmogorov test\nopen: failed")
         axes[0].legend()
+        axes[2].legend(loc="upper left")
         plotting.letter(*axes)
     plt.close(figure)
     return figure
+
+
+def _draw_lag(axes: Any, point: xarray.Dataset, index: int, position: int) -> None:
+    """Draw the dots of a mode at a lag: rates, and the test with a marker of the lag."""
+    for panel, name in zip(axes, ("growth", "frequency"), strict=False):
+        panel.plot(point.lag, point[name], "o", **_marker(index, bool(point.resolved)))
+    half_width = 0.5 * (point.ck_high - point.ck_low)
+    style: Any = {"fmt": plotting.look(position)["marker"], "capsize": 1.5}
+    style |= _marker(index, bool(point.ck_passed))
+    axes[2].errorbar(point.ck_predicted, point.ck_measured, xerr=half_width, **style)
 
 
 def _marker(index: int, is_resolved: bool) -> dict[str, Any]:
@@ -200,7 +212,10 @@ def _draw_rates(axes: Axes, dataset: xarray.Dataset) -> None:
         ylabel=f"growth (1/{unit})",
         title=f"rates, {level:.3g} % intervals; open: not resolved",
     )
-    axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
+    highest = np.fmax(rates.frequency, rates.frequency_high)[np.abs(growth) <= limit].max()
+    width = float(highest) or 1.0
+    axes.set_xlim(-_MARGIN * width, (1 + _MARGIN) * width)
+    axes.margins(y=_MARGIN)
 
 
 def _draw_shapes(axes: Axes, dataset: xarray.Dataset) -> None:
@@ -246,20 +261,50 @@ def _draw_forecast(axes: Axes, dataset: xarray.Dataset) -> None:
     time = as_dates(dataset.time.values, has_dates)
     states = dataset.observed.values
     axes.margins(y=0.15)
-    largest = np.argsort(-np.var(states, 0), kind="stable")[:_NUM_COLUMNS]
-    for index, column in enumerate(np.sort(largest)):
+    columns = _leading_columns(states, dataset.shapes.values)
+    for index, column in enumerate(columns):
         bands = {}
         for name in ("mean", "mean_low", "mean_high", "low", "high"):
             values = dataset[f"{_FORECAST}{name}"].values
             bands[name] = values.reshape(len(time), -1)[:, column]
-        label = str(dataset["labels"].values[column])
         style: dict[str, Any] = {"color": plotting.color(index)}
         axes.plot(observation_time, states[:, column], ".", markersize=1.5, **style)
-        axes.plot(time, bands["mean"], label=label, **style)
+        axes.plot(time, bands["mean"], label=_label(dataset, column), **style)
         style["linewidth"] = 0
         axes.fill_between(time, bands["low"], bands["high"], alpha=0.2, **style)
         axes.fill_between(time, bands["mean_low"], bands["mean_high"], alpha=0.4, **style)
+    axes.axvline(observation_time[-1], color="0.5", linestyle="--", linewidth=0.6, zorder=0)
+    offset: Any = {"textcoords": "offset points", "fontsize": 5, "color": "0.4"}
+    anchor = (observation_time[-1], 0)
+    axes.annotate(" data end", anchor, (0, 2), xycoords=("data", "axes fraction"), **offset)
     axes.set(xlabel=dataset.attrs["clock"], title=f"forecast, {dataset.attrs['title']}")
     axes.legend(loc="upper left", ncols=_NUM_COLUMNS)
     if has_dates:
         axes.tick_params(axis="x", labelrotation=20)
+
+
+def _leading_columns(states: np.ndarray, shapes: np.ndarray) -> list[int]:
+    """Return the columns with the largest variance; for images a pixel per leading mode."""
+    if shapes.ndim == 2:
+        largest = np.argsort(-np.var(states, 0), kind="stable")[:_NUM_COLUMNS]
+        return np.sort(largest).tolist()
+    image = shapes.shape[1:]
+    positions = np.stack(np.unravel_index(np.arange(states.shape[1]), image), -1)
+    # Pixels beside each other have curves that coincide.
+    is_free = np.ones(len(positions), bool)
+    pixels = []
+    for shape in np.abs(shapes[:_NUM_COLUMNS]).reshape(-1, len(positions)):
+        if is_free.any():
+            pixels.append(int(np.argmax(np.where(is_free, shape, -1.0))))
+            distance = np.abs(positions - positions[pixels[-1]])
+            is_free &= np.any(_SPACING * distance > image, -1)
+    return pixels
+
+
+def _label(dataset: xarray.Dataset, column: int) -> str:
+    """Return the label of a column, or the position of a pixel."""
+    image = dataset.shapes.shape[1:]
+    if len(image) == 1:
+        return str(dataset["labels"].values[column])
+    position = np.unravel_index(column, image)
+    return ", ".join(map("{} {}".format, _AXES_OF_IMAGE[-len(image) :], position))

@@ -18,6 +18,7 @@ MULTIPLES = np.arange(2, 6)
 TEST_SIZE = 0.1
 """Probability that the test fails for a mode, if the model is true."""
 ROUNDING = 1e-9
+FOLDED = "at or beyond Nyquist by the frequency at the first lag: shorten the lag"
 
 
 def scan_lags(
@@ -30,13 +31,14 @@ def scan_lags(
 ) -> xarray.Dataset:
     """Fit a model at every lag, and test it at 2 to 5 lags.
 
-    Rates are right from the lag on from which they stay within their intervals. The test compares
-    lambda_i^k, predicted, with l_i^T C(k lag) w_i, measured, where l_i^T C(0) w_i = 1 and C is the
-    covariance of the features.
+    Rates are right from the lag on from which they stay within their intervals. A lag of half a
+    period or more folds the frequency into a lower one, by the frequency at the first lag; such
+    modes are not resolved. The test compares lambda_i^k, predicted, with l_i^T C(k lag) w_i,
+    measured, where l_i^T C(0) w_i = 1 and C is the covariance of the features.
 
     Args:
         trajectories: Trajectories, as in `fit_model`.
-        lags: Distinct steps between states, at least 1.
+        lags: Distinct steps between states, at least 1, the shortest first.
         estimator: Estimator, as in `fit_model`.
         level: Probability of the intervals.
         **options: Other options of `fit_model`; without inputs.
@@ -60,7 +62,10 @@ def scan_lags(
         fail("inputs", "be None for several lags", "inputs", "They act from t to t + 1")
     steps = [check_count("lags", lag, minimum=1) for lag in lags]
     models = [fit_model(trajectories, estimator, lag=lag, **options) for lag in steps]
-    first = models[0].mode_table(level).eigenvalues
+    first_rates, first, _ = models[0].mode_table(level)
+    # Without an interval its upper end is NaN.
+    cycles = np.fmax(first_rates.frequency.values, first_rates.frequency_high.values)
+    cycles = cycles * models[0].meaning.time_step
     # Modes that a lag lacks.
     missing = {"resolved": False, "ck_passed": False, "reason": "no such mode at this lag"}
     tables = []
@@ -73,11 +78,23 @@ def scan_lags(
         target = np.real(target) + 1j * np.abs(np.imag(target))
         numbers, nearest = linear_sum_assignment(np.abs(target[:, None] - eigenvalues))
         ordered = table.isel(mode=nearest).assign_coords(mode=numbers)
+        if model is not models[0]:
+            is_folded = cycles[numbers] * model.recipe.lag >= 0.5
+            _withhold(ordered, xarray.DataArray(is_folded, dims="mode"), FOLDED)
         tables.append(ordered.reindex(mode=np.arange(len(first)), fill_value=missing))
     scan = xarray.concat(tables, "lag", combine_attrs="override")
     times = models[0].meaning.time_step * np.asarray(steps)
     lag_time = ("lag", times, {"units": scan.attrs["unit"]})
     return scan.assign_coords(lag=("lag", steps, {"units": "step"}), lag_time=lag_time)
+
+
+def _withhold(rates: xarray.Dataset, is_withheld: xarray.DataArray, reason: str) -> None:
+    """Remove the intervals of modes from a table, and write the reason."""
+    rates["resolved"] = rates.resolved & ~is_withheld
+    rates["reason"] = rates.reason.where(~is_withheld, reason)
+    for name in ("growth", "frequency", "time_scale"):
+        for end in ("low", "high"):
+            rates[f"{name}_{end}"] = rates[f"{name}_{end}"].where(~is_withheld)
 
 
 def _chapman_kolmogorov(model: KoopmanModel, eigenvalues: np.ndarray) -> xarray.Dataset:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from scipy.linalg import qr
 
 from dissociation._core.checks import check_takes, fail, fail_kind
 from dissociation._core.linalg import product
@@ -27,25 +28,34 @@ class PlainFeatures(eqx.Module):
 
 
 class StateBasis(eqx.Module):
-    """Orthonormal basis of the span of states that have more columns than there are rows.
+    """Basis of the span of states that have more columns than there are rows.
+
+    It is orthonormal in columns that are divided by their sizes.
 
     Attributes:
-        scale: Divisors of the columns, powers of two: [d].
-        vectors: Basis of the scaled columns, [d, c].
+        vectors: Basis of the states, [d, c].
+        dual: Matrix from states to coordinates, [d, c]; `vectors` itself if all sizes are 1.
         root: Matrix R that takes coordinates to columns of one size up to a rotation, [c, c].
     """
 
-    scale: Any
     vectors: Any
+    dual: Any
     root: Any
 
     def coordinates(self, states: Any) -> Any:
         """Return coordinates of states, [n, c]."""
-        return (states / self.scale[None]) @ self.vectors
+        return states @ self.dual
 
     def states(self, coordinates: Any) -> Any:
         """Return states of coordinates, [..., d]."""
-        return coordinates @ (self.vectors.T * self.scale[None])
+        if np.iscomplexobj(coordinates):
+            # Products of complex and real numbers copy the vectors.
+            return self.states(coordinates.real) + 1j * self.states(coordinates.imag)
+        return coordinates @ self.vectors.T
+
+    def blocks(self) -> list["StateBasis"]:
+        """Return bases of successive columns, whose states are small."""
+        return [StateBasis(block, block, self.root) for block in column_blocks(self.vectors)]
 
 
 class Lifting(eqx.Module):
@@ -222,20 +232,43 @@ def _constant_columns(centred: np.ndarray, mean: np.ndarray) -> np.ndarray:
 
 def basis_of_states(runs: Sequence[np.ndarray], lag: int, estimator: Estimator) -> StateBasis:
     """Return a basis of the states of pieces, wider than they are long."""
-    states = np.concatenate(runs)
-    scale = np.ones(states.shape[1])
-    if has_levels(estimator, states.shape[1]):
-        predictors = states[pair_indices(list(map(len, runs)), lag)[0]]
-        mean = predictors.mean(0)
-        centred = predictors - mean
-        sizes = np.where(_constant_columns(centred, mean), np.abs(mean), np.abs(centred).max(0))
-        scale = column_levels(sizes[None] / len(predictors) ** 0.5)
-    if estimator.inverts_all:
-        vectors = np.linalg.qr(states.T)[0]
-        root = np.linalg.qr(vectors / scale[:, None], mode="r")
-        return StateBasis(np.ones(len(scale)), vectors, root)
-    vectors = np.linalg.qr((states / scale).T)[0]
-    return StateBasis(scale, vectors, np.eye(vectors.shape[1]))
+    # LAPACK takes and returns this one copy, by columns.
+    states = np.concatenate(runs).T
+    width, num_rows = states.shape
+    identity = np.eye(num_rows)
+    if not has_levels(estimator, width):
+        vectors = _orthonormal(states)
+        return StateBasis(vectors, vectors, identity)
+    predictors, _ = pair_indices(list(map(len, runs)), lag)
+    scale = np.concatenate([_levels(block[:, predictors].T) for block in column_blocks(states)])
+    if not estimator.inverts_all:
+        states /= scale[:, None]
+        vectors = _orthonormal(states)
+        return StateBasis(vectors * scale[:, None], vectors / scale[:, None], identity)
+    vectors = _orthonormal(states)
+    root = identity[:0]
+    for block, sizes in zip(column_blocks(vectors), column_blocks(scale), strict=True):
+        root = np.linalg.qr(np.concatenate([root, block / sizes[:, None]]), mode="r")
+    return StateBasis(vectors, vectors, root)
+
+
+def column_blocks(columns: np.ndarray) -> list[np.ndarray]:
+    """Return blocks of columns of states, [d, ...], whose copies are small."""
+    return np.array_split(columns, -(-len(columns) // 1024))
+
+
+def _orthonormal(vectors: np.ndarray) -> np.ndarray:
+    """Return an orthonormal basis of columns, in place of them."""
+    factors: Any = qr(vectors, overwrite_a=True, mode="economic", check_finite=False)
+    return factors[0]
+
+
+def _levels(predictors: np.ndarray) -> np.ndarray:
+    """Return divisors of columns, powers of two near their sizes about their means."""
+    mean = predictors.mean(0)
+    centred = predictors - mean
+    sizes = np.where(_constant_columns(centred, mean), np.abs(mean), np.abs(centred).max(0))
+    return column_levels(sizes[None] / len(predictors) ** 0.5)
 
 
 class Recipe(eqx.Module):

@@ -19,8 +19,9 @@ from dissociation._core.types import Size
 from dissociation._core.validation import validated
 from koopman._models import _dynamics as systems
 from koopman._models import _lifting as lifts
+from koopman._models._bands import bands, in_columns
 from koopman._models._block_sums import MIN_BLOCKS, Replicates, assign_blocks, replicate
-from koopman._models._dynamics import Dynamics, in_columns
+from koopman._models._dynamics import Dynamics
 from koopman._models._intervals import (
     Intervals,
     few_pairs,
@@ -281,7 +282,7 @@ class KoopmanModel(eqx.Module):
             deleted = systems.forecasts(dynamics, present, driving, ahead)
             deleted = deleted[1 : 1 + replicates.num_blocks]
         basis = self.recipe.state_basis
-        band = systems.bands(values[:, :num_runs], deleted, errors, level, basis)
+        band = bands(values[:, :num_runs], deleted, errors, level, basis)
         variables = {}
         for name, states in band.items():
             variables[name] = self._with_axes(("step", "run"), states)
@@ -799,13 +800,13 @@ def _check_input_options(estimator: Estimator, lag: int, kernel: Any) -> None:
 
 def _series(cut: Trajectories, recipe: Recipe) -> Series:
     """Return the states of all pieces."""
-    states = np.concatenate(cut.runs)
+    runs = cut.runs
+    if recipe.state_basis is not None:
+        runs = list(map(recipe.state_basis.coordinates, runs))
+    states = np.concatenate(runs)
     features = states
     if recipe.features is not None:
         features = lifts.state_features(recipe.features, states, recipe.state_shape)
-    elif recipe.state_basis is not None:
-        states = recipe.state_basis.coordinates(states)
-        features = states
     return Series(
         states,
         features,

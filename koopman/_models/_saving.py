@@ -15,7 +15,7 @@ from dissociation._core.files import write_bytes
 from koopman._models import _lifting
 from koopman._operators import _estimators, _kernels, _operator
 
-_FORMAT = "koopman model 2"
+_FORMAT = "koopman model 3"
 
 
 def _class_of_name(classes: tuple[type, ...]) -> dict[str, Any]:

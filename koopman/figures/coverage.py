@@ -28,7 +28,11 @@ REGIMES = np.array([[[0.9, 0.3], [-0.3, 0.9]], [[0.5, 0.0], [0.2, 0.8]]])
 TRANSITION = np.array([[0.95, 0.05], [0.1, 0.9]])
 MAX_MODES = 4
 """Largest number of exact modes to compare with."""
-COUNTS = ("num_covered", "num_intervals", "num_withheld", "num_strong")
+MAX_WITHHELD = 1 / 3
+"""Largest fraction withheld without a reason in the table."""
+NORMAL_QUANTILE = 1.96
+TINY = 1e-12
+FAINT = "below the noise floor"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Config:
 
     def quick(self) -> "Config":
         """Return the settings of a smoke run."""
-        return dataclasses.replace(self, num_seeds=10, lengths=(1000, 2000))
+        return dataclasses.replace(self, num_seeds=10, lengths=(2000,))
 
 
 def _ornstein_uhlenbeck(steps: int, **options: Any) -> Array:
@@ -73,7 +77,7 @@ def _logistic(steps: int, **options: Any) -> Array:
 
 def _prinz(steps: int, **options: Any) -> Array:
     """Return 19 Gaussian bumps of width 0.15."""
-    states = datasets.prinz_langevin(steps, time_step=1e-3, substeps=20, **options)
+    states = datasets.prinz_langevin(steps, time_step=1e-3, substeps=100, **options)
     centres = jnp.linspace(-1.2, 1.2, 19, dtype=states.dtype)
     return jnp.exp(-0.5 * ((states - centres) / 0.15) ** 2)
 
@@ -124,9 +128,11 @@ def compute(
     Returns:
         Over systems and lengths: `coverage`, the fraction of intervals that hold the exact growth
         or frequency, and `withheld`, the fraction of modes without intervals, of those whose
-        modulus exceeds five standard errors; each with its standard error `_error`. Counts of a
-        trajectory, [systems, lengths, seeds]: `num_covered` of `num_intervals`, and `num_withheld`
-        of `num_strong`.
+        modulus exceeds five standard errors; each with its standard error `_error`, and the ends
+        `_low` and `_high` of Wilson's 95 % interval. Counts of a trajectory, [systems, lengths,
+        seeds]: `num_covered` of `num_intervals`, and `num_withheld` of `num_strong`. Of every mode:
+        `deviation`, the estimate minus the exact rate in halves of the interval, NaN without an
+        interval, and `reason` as in `KoopmanModel.rates`.
     """
     return figures.run(_computed, config, key=key, data=data, cache=cache, progress=progress)
 
@@ -139,29 +145,53 @@ def _computed(config: Config, key: Array, data: None, cache: Cache) -> xarray.Da
             trial_key = jax.random.fold_in(system_key, index)
             jobs[f"{position}_{index}"] = partial(_trials, config, name, length, trial_key)
     trials = cache.get_all(jobs, "simulating and fitting")
-    counts = np.stack([trials[job]["counts"] for job in jobs])
     coords = {
         "systems": list(SYSTEMS),
         "lengths": ("lengths", list(config.lengths), {"units": "steps"}),
         "level": config.level,
+        "rates": ["growth", "frequency"],
     }
-    shape = (len(SYSTEMS), len(config.lengths), config.num_seeds)
     dataset = xarray.Dataset(coords=coords)
-    for position, name in enumerate(COUNTS):
-        count = counts[..., position].reshape(shape)
-        dataset[name] = (("systems", "lengths", "seeds"), count)
-    for name, hits, total in (("coverage", *COUNTS[:2]), ("withheld", *COUNTS[2:])):
+    shape = (len(SYSTEMS), len(config.lengths))
+    for name, axes in (("deviation", ("seeds", "rates", "modes")), ("reason", ("seeds", "modes"))):
+        values = np.stack([trials[job][name] for job in jobs])
+        dataset[name] = (("systems", "lengths", *axes), values.reshape(*shape, *values.shape[1:]))
+    is_rate = dataset.deviation.notnull()
+    is_strong = dataset.reason != FAINT
+    is_covered = np.abs(dataset.deviation) <= 1
+    dataset["num_covered"] = is_covered.sum(("rates", "modes"))
+    dataset["num_intervals"] = is_rate.sum(("rates", "modes"))
+    dataset["num_withheld"] = (is_strong & (dataset.reason != "")).sum("modes")
+    dataset["num_strong"] = is_strong.sum("modes")
+    for name, hits, total in (
+        ("coverage", "num_covered", "num_intervals"),
+        ("withheld", "num_withheld", "num_strong"),
+    ):
         size = dataset[total].sum("seeds")
         dataset[name] = dataset[hits].sum("seeds") / size
         # Counts of a trajectory depend on each other.
-        deviations = dataset[hits] - dataset[name] * dataset[total]
-        dataset[f"{name}_error"] = (deviations**2).sum("seeds") ** 0.5 / size
+        residuals = dataset[hits] - dataset[name] * dataset[total]
+        dataset[f"{name}_error"] = (residuals**2).sum("seeds") ** 0.5 / size
+        num_trajectories = (dataset[total] > 0).sum("seeds")
+        ends = _wilson_ends(dataset[name], dataset[f"{name}_error"], num_trajectories, size)
+        dataset[f"{name}_low"] = ends[0]
+        dataset[f"{name}_high"] = ends[1]
     return dataset
+
+
+def _wilson_ends(fraction: Any, error: Any, num_trajectories: Any, size: Any) -> tuple[Any, Any]:
+    """Return the ends of Wilson's interval, for as many independent cases as explain the error."""
+    # If all cases agree, both variances are 0, and a trajectory counts as one case.
+    ratio = (fraction * (1 - fraction) + TINY) / (error**2 + TINY / num_trajectories)
+    spread = NORMAL_QUANTILE**2 / np.minimum(ratio, size)
+    centre = (fraction + 0.5 * spread) / (1 + spread)
+    half = (spread * fraction * (1 - fraction) + 0.25 * spread**2) ** 0.5 / (1 + spread)
+    return np.minimum(centre - half, fraction), np.maximum(centre + half, fraction)
 
 
 @jax.enable_x64(True)
 def _trials(config: Config, name: str, length: int, key: Array) -> dict[str, np.ndarray]:
-    """Return `COUNTS` of every trajectory, [seeds, 4]."""
+    """Return the arrays of every trajectory, [seeds, ...]."""
     # Here, because it takes a fifth of a second.
     from scipy.optimize import linear_sum_assignment
 
@@ -169,24 +199,24 @@ def _trials(config: Config, name: str, length: int, key: Array) -> dict[str, np.
     truth = np.asarray(spectrum().eigenvalues, complex)
     truth = truth[(np.imag(truth) >= 0) & (np.abs(truth - 1) > 1e-9)][:MAX_MODES]
     exact = np.stack([np.log(np.abs(truth)), np.angle(truth) / (2 * np.pi)])
+    # A real eigenvalue has no frequency.
     has_rate = np.stack([np.isfinite(truth), np.imag(truth) > 0])
     trajectories = np.asarray(sample(length, key=key, num_trajectories=config.num_seeds))
-    counts = []
-    for trajectory in trajectories:
+    reasons = np.full((len(trajectories), MAX_MODES), FAINT, "U200")
+    deviations = np.full((len(trajectories), 2, MAX_MODES), np.nan)
+    for number, trajectory in enumerate(trajectories):
         rates = fit_model(trajectory).rates(config.level)
         eigenvalues = np.exp(rates.growth.values + 2j * np.pi * rates.frequency.values)
         modes, nearest = linear_sum_assignment(np.abs(truth[:, None] - eigenvalues))
         rates = rates.isel(mode=nearest)
-        is_resolved = rates.resolved.values
-        is_defined = is_resolved & has_rate[:, modes]
-        is_above = rates[["growth_low", "frequency_low"]].to_array().values <= exact[:, modes]
-        is_below = exact[:, modes] <= rates[["growth_high", "frequency_high"]].to_array().values
-        is_covered = is_above & is_below & is_defined
-        is_strong = rates.reason.values != "below the noise floor"
-        is_withheld = is_strong & ~is_resolved
-        masks = (is_covered, is_defined, is_withheld, is_strong)
-        counts.append(list(map(np.sum, masks)))
-    return {"counts": np.asarray(counts)}
+        reasons[number, modes] = rates.reason.values
+        # Upper ends, because the lower end of a frequency stops at 0. They are NaN if withheld.
+        high = rates[["growth_high", "frequency_high"]].to_array().values
+        estimates = rates[["growth", "frequency"]].to_array().values
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = (estimates - exact[:, modes]) / (high - estimates)
+        deviations[number][:, modes] = np.where(has_rate[:, modes], ratio, np.nan)
+    return {"deviation": deviations, "reason": reasons}
 
 
 def draw(dataset: xarray.Dataset) -> Figure:
@@ -200,13 +230,14 @@ def draw(dataset: xarray.Dataset) -> Figure:
             results = dataset.isel(lengths=index)
             shift = positions + 0.2 * (index - 0.5)
             for panel, name in zip(axes, ("coverage", "withheld"), strict=True):
-                spread = 1.96 * results[f"{name}_error"]
-                panel.errorbar(results[name], shift, xerr=spread, label=f"{length} steps", **style)
+                centre = results[name]
+                ends = [centre - results[f"{name}_low"], results[f"{name}_high"] - centre]
+                panel.errorbar(centre, shift, xerr=ends, label=f"{length} steps", **style)
         axes[0].axvline(float(dataset.level), color="black", linestyle="--", linewidth=0.8)
         axes[0].set(xlabel="coverage of intervals that are not withheld")
         axes[0].set_yticks(positions, dataset.systems.values)
         axes[0].invert_yaxis()
-        axes[1].set(xlabel="fraction withheld", xlim=(-0.02, 1.02))
+        axes[1].set(xlabel="fraction withheld")
         axes[1].legend()
         plotting.letter(*axes)
     plt.close(figure)
@@ -220,7 +251,7 @@ def caption(dataset: xarray.Dataset) -> str:
         f"{dataset.sizes['seeds']} independent trajectories of every system and length. a, "
         "fraction of intervals that hold the exact rate, of those that are not withheld, over "
         "modes and rates. b, fraction of modes withheld, of those whose modulus exceeds five "
-        "standard errors. Bars are 95 % intervals over trajectories."
+        "standard errors. Bars are Wilson's 95 % intervals over trajectories."
     )
 
 
@@ -230,8 +261,8 @@ def headline(dataset: xarray.Dataset) -> str:
 
 
 def table(dataset: xarray.Dataset) -> list[list[str]]:
-    """Return a header and a row per system and length."""
-    rows = [["system", "steps", "coverage", "withheld"]]
+    """Return a header and a row per system and length, with the reason of every miss."""
+    rows = [["system", "steps", "coverage", "withheld", "reason of a miss"]]
     for name in dataset.systems.values:
         for length in dataset.lengths.values:
             results = dataset.sel(systems=name, lengths=length)
@@ -239,5 +270,28 @@ def table(dataset: xarray.Dataset) -> list[list[str]]:
             for quantity in ("coverage", "withheld"):
                 error = float(results[f"{quantity}_error"])
                 cells.append(f"{float(results[quantity]):.3f} +- {error:.3f}")
-            rows.append([name, str(length), *cells])
+            rows.append([name, str(length), *cells, _reason_of_miss(results)])
     return rows
+
+
+def _reason_of_miss(results: xarray.Dataset) -> str:
+    """Return why coverage, or the fraction withheld, is outside of its limits; "" within them."""
+    level = float(results.level)
+    words = []
+    coverage = float(results.coverage)
+    if coverage < level - 0.04 or coverage > level + 0.05:
+        # All intervals, times this factor, would hold as many rates as they promise.
+        factor = float(np.abs(results.deviation).quantile(level))
+        bias = results.deviation.mean("seeds").stack(quantity=("rates", "modes")).dropna("quantity")
+        largest = bias[np.argmax(np.abs(bias.values))]
+        rate, mode = largest.quantity.item()
+        words.append(
+            f"intervals {factor:.2f} times as wide hold {100 * level:.4g} %; "
+            f"{rate} of mode {mode} is off by {float(largest):+.2f} half-widths"
+        )
+    if float(results.withheld) > MAX_WITHHELD:
+        values = results.reason.values
+        is_withheld = (values != "") & (values != FAINT)
+        reasons, counts = np.unique(values[is_withheld], return_counts=True)
+        words.append(f"{counts.max()} of {counts.sum()} withheld: {reasons[np.argmax(counts)]}")
+    return "; ".join(words)

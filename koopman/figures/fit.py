@@ -199,9 +199,9 @@ def caption(dataset: xarray.Dataset) -> str:
         "complex plane; on the circle nothing decays. "
         f"(b) Growth over frequency with {level} intervals; {num_resolved} of "
         f"{dataset.sizes['mode']} modes are resolved, open dots are not. (c) Shapes of the leading "
-        f"modes, with their share of the variance. (d) Observations (dots), and the forecast "
-        f"{config.steps} lags ahead with {level} bands of the mean (dark) and of new observations "
-        "(light)."
+        f"modes, with their share of the variance. (d) Observations (dots) up to the dashed line, "
+        f"and the forecast {config.steps} lags ahead with {level} bands of the mean (dark) and of "
+        "new observations (light)."
     )
 
 

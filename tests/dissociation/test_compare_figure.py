@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from drawn import assert_figure
 
-from dissociation.figures import _compare_files as files
+from dissociation.figures import _compare_networks as files
 from dissociation.figures import compare, main
 from dissociation.similarity import compare as compare_arrays
 from dissociation.similarity._pairs import Comparison

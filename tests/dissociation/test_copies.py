@@ -9,8 +9,8 @@ import pytest
 from zoo import one
 
 from dissociation import rewrites
+from dissociation.rewrites import _control_flow as control_flow
 from dissociation.rewrites import _copies as copies
-from dissociation.rewrites import _operations as operations
 from dissociation.rewrites import neuron_groups
 
 pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
@@ -373,5 +373,5 @@ def test_one_permutation_is_for_all_copies(monkeypatch):
 
 def test_every_operation_that_is_known_has_a_rule_or_ties_copies():
     known = {*copies.RULES, *copies.PARTS, *copies.SKIPPED}
-    assert set(operations.RULES) - known == {"iota"}
-    assert not known - set(operations.RULES)
+    assert set(control_flow.RULES) - known == {"iota"}
+    assert not known - set(control_flow.RULES)

@@ -140,7 +140,7 @@ TESTED_BY["dissociation.data._weights"] = ["dissociation/test_weights.py"]
 TESTED_BY["dissociation.models._function"] = ["dissociation/test_function_model.py"]
 TESTED_BY["dissociation._core.memory"] = ["dissociation/test_memory.py"]
 COMPARED = ["dissociation/test_compare_figure.py"]
-for name in ("figures.compare", "figures._compare_files", "figures._compare_measures"):
+for name in ("figures.compare", "figures._compare_networks", "figures._compare_measures"):
     TESTED_BY[f"dissociation.{name}"] = COMPARED
 TESTED_BY["dissociation.similarity._block_sums"] = COMPARED
 TESTED_BY["dissociation.similarity._leave_outs"] = ["dissociation/test_similarity_pairs.py"]
@@ -155,11 +155,12 @@ TESTED_BY["koopman._models._rates"] = ["koopman/models/test_rates.py"]
 TESTED_BY["koopman._models._lags"] = ["koopman/models/test_lags.py"]
 for module in ("_block_sums", "_intervals"):
     TESTED_BY[f"koopman._models.{module}"] = ["koopman/models/test_intervals.py"]
-for module in ("_model", "_lifting", "_dynamics", "_saving", "_trajectories"):
+for module in ("_model", "_lifting", "_dynamics", "_bands", "_saving", "_trajectories"):
     TESTED_BY[f"koopman._models.{module}"] = [
         "koopman/models/test_model.py",
         "koopman/models/test_model_data.py",
     ]
+TESTED_BY["koopman.figures.coverage"] = ["koopman/models/test_coverage.py"]
 TESTED_BY["koopman._models._drawing"] = ["koopman/models/test_drawing.py"]
 TESTED_BY["dissociation.rewrites._comparison"] = [
     "dissociation/test_growth.py",

@@ -1,11 +1,13 @@
 """Figures of models: panels, bands, units, images and dates."""
 
+import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 
 from koopman import PrincipalComponents, fit_exponentials, fit_model, plot_lags, scan_lags
+from koopman._models._drawing import _leading_columns
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -35,7 +37,8 @@ def collections_of(panel):
 
 @pytest.fixture(scope="module")
 def model():
-    return fit_model([decaying_rotation(300, 0.3), decaying_rotation(250, 0.3, 1)])
+    with jax.enable_x64(True):
+        return fit_model([decaying_rotation(300, 0.3), decaying_rotation(250, 0.3, 1)])
 
 
 def test_a_model_draws_its_numbers(model):
@@ -50,6 +53,10 @@ def test_a_model_draws_its_numbers(model):
     np.testing.assert_allclose(np.asarray(point.get_xdata(), float), table.frequency)
     np.testing.assert_allclose(np.asarray(point.get_ydata(), float), table.growth)
     assert rates.get_ylabel() == "growth (1/step)"
+    # Caps of intervals stay off the edges.
+    low, high = rates.get_xlim()
+    assert low < 0
+    assert table.frequency_high.max() < 0.95 * high
     assert shapes.lines[0].get_ydata().max() == 1
     predicted = model.predict(20).isel(run=0)
     means = [line for line in forecast.lines if line.get_linestyle() == "-"]
@@ -76,16 +83,29 @@ def test_exponentials_draw_rates_and_dates():
     labels = [label.get_text() for label in shapes.get_xticklabels()]
     assert labels == list("abcdef")
     assert forecast.get_xlabel() == "date"
+    # The fit goes through the data, and a mark shows where these end.
+    (end,) = [line for line in forecast.lines if line.get_linestyle() == "--"]
+    assert pd.Timestamp(end.get_xdata()[0]) == days[-1]
 
 
 def test_mode_shapes_of_images_are_images():
     shape = np.random.default_rng(0).normal(size=(2, 35))
     film = (decaying_rotation(120, 0.3) @ shape).reshape(-1, 7, 5)
     figure = fit_model([film], PrincipalComponents(2)).plot(10)
-    shapes = panels(figure)[2]
+    _, _, shapes, forecast = panels(figure)
     (image,) = shapes.images
     assert image.get_array().shape == (7, 5)
     assert np.abs(image.get_array()).max() == 1
+    # One mode, and its strongest pixel.
+    strongest = np.argmax(np.hypot(*shape))
+    (label,) = [text.get_text() for text in forecast.get_legend().get_texts()]
+    assert label == f"row {strongest // 5}, column {strongest % 5}"
+
+
+def test_pixels_of_modes_are_apart():
+    peaks = np.exp(-0.1 * (np.arange(30) - 11.0) ** 2)
+    shapes = np.stack([peaks, 0.9 * peaks]).reshape(2, 1, 30)
+    assert _leading_columns(np.ones((5, 30)), shapes) == [11, 7]
 
 
 def test_unresolved_modes_are_open():
@@ -97,11 +117,18 @@ def test_unresolved_modes_are_open():
 
 def test_lags_draw_rates_and_the_test():
     scan = scan_lags(decaying_rotation(1500, 0.3), [1, 2, 4])
+    scan["resolved"] = scan.resolved & (scan.lag < 4)
     figure = plot_lags(scan)
     figure.canvas.draw()
     growth, _, consistency = figure.axes
     np.testing.assert_allclose(growth.lines[0].get_xdata(), [1, 2, 4])
     np.testing.assert_allclose(growth.lines[0].get_ydata(), scan.growth[:, 0])
-    points = consistency.lines[0]
-    np.testing.assert_allclose(points.get_xdata(), scan.ck_predicted[:, 0].values.ravel())
+    dots = [line for line in growth.lines if line.get_marker() == "o"]
+    assert [dot.get_markerfacecolor() == "none" for dot in dots] == [False, False, True]
+    points = [bars.lines[0] for bars in consistency.containers]
+    assert len({line.get_marker() for line in points}) == 3
+    drawn = np.asarray([line.get_xdata() for line in points], float)
+    np.testing.assert_allclose(drawn, scan.ck_predicted[:, 0])
+    labels = [text.get_text() for text in consistency.get_legend().get_texts()]
+    assert labels == ["lag 1", "lag 2", "lag 4"]
     assert growth.get_xlabel() == "lag (step)"

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from koopman import fit_model, scan_lags
+from koopman._models._lags import FOLDED
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,26 @@ def test_a_markov_process_passes_and_noise_fails():
     assert (measured <= scan.ck_high.values).all()
     noisy = scan_lags(relaxations(4000, noise=0.5), [1])
     assert not noisy.ck_passed.values.any()
+
+
+def test_folded_frequencies_are_not_resolved():
+    turn = 2 * np.pi * 0.094
+    matrix = 0.97 * np.array([[np.cos(turn), np.sin(turn)], [-np.sin(turn), np.cos(turn)]])
+    kicks = np.random.default_rng(0).normal(size=(4000, 2))
+    states = np.zeros_like(kicks)
+    for t in range(1, len(states)):
+        states[t] = states[t - 1] @ matrix + kicks[t]
+    # Half a period is 5.3 steps.
+    scan = scan_lags(states, [1, 5, 6, 8], time_step=0.5)
+    assert scan.resolved.values[:, 0].tolist() == [True, True, False, False]
+    assert scan.reason.values[2:, 0].tolist() == [FOLDED] * 2
+    assert np.isfinite(scan.growth.values).all()
+    for name in ("growth", "frequency", "time_scale"):
+        for end in ("low", "high"):
+            is_finite = np.isfinite(scan[f"{name}_{end}"].values[:, 0])
+            np.testing.assert_array_equal(is_finite, scan.resolved.values[:, 0])
+    single = fit_model(states, lag=6, time_step=0.5).rates()
+    assert single.resolved.values[0]  # a model of one lag has no other frequency
 
 
 def test_short_runs_have_no_test_at_long_multiples():

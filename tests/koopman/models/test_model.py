@@ -67,6 +67,19 @@ def test_more_columns_than_pairs_change_no_result(estimator):
     check_equality(wide, estimator)
 
 
+def test_blocks_of_columns_have_the_bands_of_few_columns():
+    rng = np.random.default_rng(1)
+    few = STATES[:60] @ rng.normal(size=(2, 90)) + 0.1 * rng.normal(size=(60, 90))
+    many = np.tile(few, (1, 13))
+    expected = fit_model(few, PrincipalComponents(2)).predict(2)
+    model = fit_model(many, PrincipalComponents(2))
+    many[:] = 0.0  # a model does not refer to the arrays of its user
+    forecast = model.predict(2)
+    for name in ("mean", "mean_low", "high"):
+        repeated = np.tile(expected[name].values, (1, 1, 13))
+        np.testing.assert_allclose(forecast[name].values, repeated, rtol=1e-6)
+
+
 def test_kernels_are_those_of_fit():
     states = STATES[:60]
     kernel = koopman.RBF(3.0)

@@ -1,4 +1,4 @@
-"""Follow a JAX program operation by operation, with one rule per primitive."""
+"""Follow a JAX program operation by operation, through loops, branches and programs inside it."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
