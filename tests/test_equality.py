@@ -53,7 +53,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "an order for show":
         "figures/_eigenvector_measures.py:details "
         "koopman/figures/_ordered_mnist_drawing.py:_shown_seed "
-        "koopman/_models/_drawing.py:_draw_forecast",
+        "koopman/_models/_drawing.py:_leading_columns koopman/figures/coverage.py:_reason_of_miss",
     "classes":
         "figures/_eigenvector_measures.py:masking figures/_eigenvector_measures.py:truncations "
         "measures/_collapse.py:nearest_centre_agreement measures/_robustness.py:error_rate "

@@ -6,7 +6,7 @@ import readable
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for name in ("dissociation", "koopman") for path in (ROOT / name).rglob("*.py"))
-MOST_TOKENS = 350_000
+MOST_TOKENS = 351_600
 """Code tokens of both packages. New features raise it by what they need."""
 PER_STATEMENT = {
     "packed": 0.003,

@@ -246,7 +246,8 @@ def _replicate(
         x = states[row]
         successors = jnp.minimum(row + (1 + order) * lag, len(rows) - 1)
         y = jnp.concatenate([x, targets[successors]], 1)
-        return product((x * tiles.is_used[order, tile][:, None]).T, y)
+        products = product((x * tiles.is_used[order, tile][:, None]).T, y)
+        return products.astype(rows.dtype)
 
     def add(number: Array, totals: Array) -> Array:
         order = number // len(tiles.row)

@@ -122,7 +122,7 @@ TESTED_BY = {
     "koopman._operators._subspaces": ["koopman/test_operators.py", "koopman/test_derivatives.py"],
     "koopman._operators._estimators": ["koopman/test_operators.py", "koopman/test_nystroem.py"],
 }
-RULES = "indexing operation_rules operations flow axes"
+RULES = "indexing operation_rules control_flow flow axes"
 SYMMETRY = [
     "dissociation/test_groups.py",
     "dissociation/test_indexing.py",
