@@ -76,7 +76,11 @@ def num_distinct(arrays: Sequence[np.ndarray]) -> int:
 def _runs(
     features: np.ndarray, runs: np.ndarray, tolerance: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return True for rows that repeat others of their run, and the numbers of finer runs."""
+    """Return True for rows that repeat others of their run, and the numbers of finer runs.
+
+    A run is a set of rows that may be equal: it is cut where random projections lie apart, and
+    loses the rows that are unlike its first.
+    """
     number, width = features.shape
     features = features.astype(np.result_type(features.dtype, np.float32), copy=False)
     sample = features[:: -(-number // 100)]

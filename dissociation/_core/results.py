@@ -234,7 +234,8 @@ def _placed(
 def _annotated_axes(hint: Any, axes: tuple[str, ...], ndim: int) -> Sequence[str | None] | None:
     """Return the names of `ndim` axes, None for unnamed ones.
 
-    Return None if the annotation has more axes.
+    `axes` are those that `...` in the annotation stands for. Return None if the annotation has more
+    axes.
     """
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if hasattr(kind, "index_variadic")]
     for kind in kinds:

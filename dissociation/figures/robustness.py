@@ -119,7 +119,7 @@ def compute(
 
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
-    """Return the dataset of `compute`."""
+    """Train, rewrite and certify networks, and measure errors under input and parameter noise."""
     train_key, rewrite_key, input_key, parameter_key = jax.random.split(key, 4)
     trained = config.train(train_key, data, cache)
     models = trained.models
