@@ -44,7 +44,7 @@ SHARED = {
     # A seed's networks under several weight decays begin alike, see the same batches, and are
     # measured alike.
     "dissociation/models/_layers.py draw_weights: uniform",
-    "dissociation/training/_samplers.py Epochs.plan.order: permutation",
+    "dissociation/training/_samplers.py Epochs.plan: permutation",
     "dissociation/figures/_collapse_measures.py Information.__call__: normal",
     "dissociation/figures/_collapse_measures.py Information.__call__: permutation",
     "dissociation/measures/_smoothed.py _smoothed: normal",
@@ -291,7 +291,9 @@ FIGURES = [
 @pytest.mark.parametrize("figure", FIGURES)
 def test_no_key_of_a_figure_serves_two_purposes(ledger, monkeypatch, figure, tmp_path):
     run_in_small(figure, monkeypatch, tmp_path)
-    assert len(ledger.draws) > (0 if figure == "compare" else 3)
+    # The example of "fit" is drawn by NumPy, from one generator.
+    least_draws = {"compare": 1, "fit": 0}
+    assert len(ledger.draws) >= least_draws.get(figure, 4)
     assert ledger.faults() == []
     assert ledger.repeated() <= SHARED
 

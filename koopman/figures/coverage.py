@@ -79,7 +79,7 @@ def _prinz(steps: int, **options: Any) -> Array:
     """Return 19 Gaussian bumps of width 0.15."""
     states = datasets.prinz_langevin(steps, time_step=1e-3, substeps=100, **options)
     centres = jnp.linspace(-1.2, 1.2, 19, dtype=states.dtype)
-    return jnp.exp(-0.5 * ((states - centres) / 0.15) ** 2)
+    return jnp.exp(-0.5 * ((states - centres[None, None]) / 0.15) ** 2)
 
 
 def _linear(steps: int, **options: Any) -> Array:
