@@ -751,6 +751,9 @@ def fit_model(
     )
     cut = cut_at_gaps(read, max(num_delays, num_inputs) + lag)
     width = cut.runs[0].shape[1]
+    if centres is not None and centres.shape[1] != num_delays * width:
+        requirement = f"have shape [m, {num_delays * width}], a row of delays, newest state first"
+        fail("centres", requirement, f"shape {centres.shape}")
     state_basis = None
     if width > sum(map(len, cut.runs)) and features is None and kernel is None:
         state_basis = lifts.basis_of_states(cut.runs, lag, estimator)

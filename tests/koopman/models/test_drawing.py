@@ -90,8 +90,8 @@ def test_exponentials_draw_rates_and_dates():
 
 def test_mode_shapes_of_images_are_images():
     shape = np.random.default_rng(0).normal(size=(2, 35))
-    film = (decaying_rotation(120, 0.3) @ shape).reshape(-1, 7, 5)
-    figure = fit_model([film], PrincipalComponents(2)).plot(10)
+    images = (decaying_rotation(120, 0.3) @ shape).reshape(-1, 7, 5)
+    figure = fit_model([images], PrincipalComponents(2)).plot(10)
     _, _, shapes, forecast = panels(figure)
     (image,) = shapes.images
     assert image.get_array().shape == (7, 5)

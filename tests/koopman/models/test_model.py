@@ -241,6 +241,10 @@ def test_options_that_do_not_fit_are_refused():
     refused(
         (lambda: fit_model(STATES, kernel=koopman.RBF(1.0), center=True), "`center` must be False"),
         (lambda: fit_model(STATES, centres=STATES[:3]), "`kernel` must be given"),
+        (
+            lambda: fit_model(STATES, num_delays=2, kernel=koopman.RBF(1.0), centres=STATES[:3]),
+            f"`centres` must have shape .m, {2 * STATES.shape[1]}., a row of delays",
+        ),
         (lambda: fit_model(STATES, num_input_delays=2), "`num_input_delays` must be 1"),
         (
             lambda: fit_model(STATES, features=jnp.log),
