@@ -172,6 +172,6 @@ class _Steps(Callback):
         self.path = path
 
     def advance(self, step: int, loss: Any):
-        if time.time() > self.due:
+        if time.monotonic() > self.due:
             self.path.write_text(str(step))
-            self.due = time.time() + 1
+            self.due = time.monotonic() + 1
