@@ -204,7 +204,7 @@ def coverage(num_draws, correlation):
     return np.mean(hits, 0)
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.8])
+@pytest.mark.parametrize("correlation", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_intervals_cover_the_rates(correlation):
     # 40 draws of four numbers: a standard error of 0.03 of the mean.
     assert 0.8 < coverage(40, correlation).mean() < 0.98
@@ -243,7 +243,7 @@ def test_short_data_give_rates_without_intervals():
     np.testing.assert_allclose(rates.frequency, 1 / np.pi, atol=0.02)
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.8])
+@pytest.mark.parametrize("correlation", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_exponentials_of_noise_are_not_resolved(correlation):
     num_resolved = 0
     for seed in range(10):
